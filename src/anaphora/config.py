@@ -1,0 +1,151 @@
+"""Settings: frozen dataclasses. A field's metadata is its command-line help; names and meaning are vLLM's."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field, fields
+from typing import Any, TypeVar
+
+from anaphora.errors import ConfigError
+
+T = TypeVar("T")
+
+_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 2**10, "mi": 2**20, "gi": 2**30}
+_UNITS |= {"K": 2**10, "M": 2**20, "G": 2**30, "Ki": 2**10, "Mi": 2**20, "Gi": 2**30}
+
+
+def parse_bytes(text: str | int) -> int:
+    """``512M`` and ``4G`` (powers of 1024, as vLLM reads capitals), ``4g`` (powers of 1000), or plain bytes."""
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kKmMgG]?i?)[bB]?\s*", str(text))
+    if not match or match[2] not in _UNITS:
+        raise ConfigError(f"{text!r} is no size: write bytes, or a number with K, M or G, such as 512M or 4G")
+    return int(float(match[1]) * _UNITS[match[2]])
+
+
+def parse_count(text: str) -> int:
+    """A number of tokens as vLLM reads it: ``32768``, ``32k`` (powers of 1000) or ``32K`` (powers of 1024)."""
+    match = re.fullmatch(r"\s*(\d+|\d+\.\d+(?=[kmg]))([kKmMgG]?)\s*", text)
+    if not match:
+        raise ConfigError(f"{text!r} is no number of tokens: write a whole number, 32k (32,000) or 32K (32,768)")
+    return round(float(match[1]) * _UNITS[match[2]])
+
+
+def option(default: Any, help: str, **more: Any) -> Any:
+    """A field that the command line shows.
+
+    ``more``: choices, parse (text to value), metavar, flag, hidden, positional, remainder (what follows
+    ``--``), cpu_note (printed where the flag is given on a machine without a GPU).
+    """
+    return field(default=default, metadata={"help": help, **more})
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    model: str | None = option(
+        None,
+        "folder in Hugging Face layout, hub name, or GGUF file; left out: the embedded SmolLM2-135M-Instruct",
+        positional=True,
+    )
+    served_model_name: tuple[str, ...] = option((), "name or names under which the API knows the model", metavar="NAME")
+    dtype: str = option(
+        "auto", "of weights and activations", choices=("auto", "bfloat16", "float16", "half", "float32", "float")
+    )
+    seed: int = option(0, "base of the sampling seed where a request gives none")
+    max_model_len: int | None = option(
+        None,
+        "longest prompt plus answer in tokens; capped at what model and cache hold",
+        parse=parse_count,
+        metavar="N",
+    )
+    chat_template: str | None = option(None, "file with a Jinja chat template, or the template itself", metavar="FILE")
+    trust_remote_code: bool = option(False, "run Python code that comes with a model folder")
+    generation_config: str = option(
+        "auto",
+        "where default sampling parameters come from: auto (the model's generation_config.json), vllm (none), "
+        "or a folder",
+        metavar="auto|vllm|PATH",
+    )
+
+
+@dataclass(frozen=True)
+class CacheConfig:
+    enable_prefix_caching: bool = option(True, "reuse the KV blocks of prompt beginnings that were computed before")
+    block_size: int = option(16, "tokens in one KV block; changes no result", metavar="TOKENS")
+    gpu_memory_utilization: float = option(
+        0.9,
+        "share of the GPU's memory that may be used (on a CPU: see --kv-cache-memory-bytes)",
+        metavar="0..1",
+        cpu_note="it has no effect on a CPU, where --kv-cache-memory-bytes sets the size of the cache",
+    )
+    kv_cache_memory_bytes: int | None = option(
+        None,
+        "exact size of the block pool, such as 512M or 4G (CPU default: a quarter of free memory, at most 4G)",
+        parse=parse_bytes,
+        metavar="SIZE",
+    )
+    kv_cache_dtype: str = option("auto", "of the cached keys and values", metavar="auto|bfloat16|float32")
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.block_size <= 1024:
+            raise ConfigError(f"--block-size must be 1 to 1024 tokens, got {self.block_size}")
+        if not 0 < self.gpu_memory_utilization <= 1:
+            raise ConfigError(
+                f"--gpu-memory-utilization must be above 0 and at most 1, got {self.gpu_memory_utilization}"
+            )
+
+
+@dataclass(frozen=True)
+class SchedulerConfig:
+    max_num_seqs: int = option(256, "sequences that run at the same time", metavar="N")
+    max_num_batched_tokens: int = option(2048, "tokens computed in one step", parse=parse_count, metavar="N")
+    shared_prefix_attention: bool = option(True, "decode reads a prefix that several sequences share once per step")
+
+    def __post_init__(self) -> None:
+        if self.max_num_seqs < 1:
+            raise ConfigError(f"--max-num-seqs must be at least 1, got {self.max_num_seqs}")
+        if self.max_num_batched_tokens < 1:
+            raise ConfigError(f"--max-num-batched-tokens must be at least 1, got {self.max_num_batched_tokens}")
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """All that the engine process is told. ``runner`` is the dotted path ``module:function`` that makes the Runner."""
+
+    model: ModelConfig = ModelConfig()
+    cache: CacheConfig = CacheConfig()
+    scheduler: SchedulerConfig = SchedulerConfig()
+    runner: str = "anaphora.model.runner:load"
+
+
+@dataclass(frozen=True)
+class ServerConfig:
+    host: str = option("0.0.0.0", "address to listen on")
+    port: int = option(8000, "port to listen on")
+    api_key: tuple[str, ...] = option((), "key or keys that clients must send as a bearer token", metavar="KEY")
+    record: str | None = option(None, "write a JSON line a request to this file (rotated)", metavar="FILE")
+    record_prompts: bool = option(False, "with --record: write the request bodies too")
+    max_body_bytes: int = option(
+        32 * 2**20, "largest request body that is read", parse=parse_bytes, metavar="SIZE", flag="--max-body-size"
+    )
+    enable_auto_tool_choice: bool = option(False, "read tool calls out of answers; needs --tool-call-parser")
+    tool_call_parser: str | None = option(None, "the form in which the model writes tool calls", choices=("hermes",))
+    log_interval: float = option(10.0, "seconds between the log lines with rates under load", hidden=True)
+
+    def __post_init__(self) -> None:
+        if self.enable_auto_tool_choice and self.tool_call_parser is None:
+            raise ConfigError("--enable-auto-tool-choice needs --tool-call-parser, such as hermes")
+
+
+_NESTED: dict[str, type] = {"model": ModelConfig, "cache": CacheConfig, "scheduler": SchedulerConfig}
+
+
+def from_dict(cls: type[T], values: dict[str, Any]) -> T:
+    """Build one of these classes from plain values (the reverse of dataclasses.asdict), ignoring nothing."""
+    if unknown := set(values) - {f.name for f in fields(cls)}:  # type: ignore[arg-type]
+        raise ConfigError(f"{cls.__name__} has no setting {', '.join(sorted(unknown))}")
+    ready: dict[str, Any] = {}
+    for name, value in values.items():
+        if cls is EngineConfig and name in _NESTED:
+            value = from_dict(_NESTED[name], value)
+        ready[name] = tuple(value) if isinstance(value, list) else value
+    return cls(**ready)

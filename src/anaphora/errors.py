@@ -1,0 +1,92 @@
+"""Every error that a user can meet. Each class carries the HTTP status and the exit code that it leads to."""
+
+from __future__ import annotations
+
+
+class AnaphoraError(Exception):
+    """Base of all. The message names what was wrong, with which value, and what to do."""
+
+    status = 500
+    exit_code = 1
+    code = "internal_error"
+
+    def __init__(self, message: str, *, param: str | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.param = param
+
+
+class InvalidRequest(AnaphoraError):
+    """The request cannot be served as it stands; ``param`` names the field."""
+
+    status = 400
+    exit_code = 2
+    code = "invalid_request_error"
+
+
+class Unauthorized(AnaphoraError):
+    """The API key is missing or wrong."""
+
+    status = 401
+    exit_code = 2
+    code = "invalid_api_key"
+
+
+class NotFound(AnaphoraError):
+    """An unknown model or route."""
+
+    status = 404
+    exit_code = 2
+    code = "not_found"
+
+
+class Conflict(AnaphoraError):
+    """The server's present state does not allow it (a reset while requests are running)."""
+
+    status = 409
+    exit_code = 1
+    code = "conflict"
+
+
+class BodyTooLarge(AnaphoraError):
+    """The request body is over the size limit."""
+
+    status = 413
+    exit_code = 2
+    code = "request_too_large"
+
+
+class EngineDead(AnaphoraError):
+    """The engine process is gone; the message says why."""
+
+    status = 503
+    exit_code = 1
+    code = "engine_dead"
+
+
+class StepFailed(AnaphoraError):
+    """A step of the engine failed and took this request with it; others are not affected."""
+
+    status = 500
+    exit_code = 1
+    code = "step_failed"
+
+
+class ConfigError(AnaphoraError):
+    """A setting, a flag or a combination of them cannot work."""
+
+    status = 400
+    exit_code = 2
+    code = "config_error"
+
+
+class ModelError(ConfigError):
+    """The model is absent, broken, or cannot be run; says its name and the reason."""
+
+    code = "model_error"
+
+
+class CacheInvariantError(AnaphoraError):
+    """The cache's own books do not balance: a fault of this program, never of a request."""
+
+    code = "cache_invariant"
