@@ -38,13 +38,24 @@ def next_token(tokens: list[int], seed: int = 0) -> int:
 
 
 class _Done:
-    def __init__(self, output: StepOutput | Exception) -> None:
+    def __init__(self, output: StepOutput) -> None:
         self._output = output
 
     def result(self) -> StepOutput:
-        if isinstance(self._output, Exception):
-            raise self._output
         return self._output
+
+
+class _Failed:
+    """A failed step; what is submitted before its failure is known is lost with it."""
+
+    def __init__(self, runner: FakeRunner, message: str) -> None:
+        self._runner = runner
+        self._message = message
+        runner.down += 1
+
+    def result(self) -> StepOutput:
+        self._runner.down -= 1
+        raise RuntimeError(self._message)
 
 
 class FakeRunner:
@@ -71,6 +82,7 @@ class FakeRunner:
         self.failing: set[int] = set()
         self.poison: set[int] = set()
         self.faults: list[str] = []
+        self.down = 0
         self.computed = 0
         self.widest = 0
         self.batches: list[Batch] = []
@@ -82,7 +94,7 @@ class FakeRunner:
     def free_memory(self) -> int:
         return 0
 
-    def submit(self, batch: Batch) -> _Done:
+    def submit(self, batch: Batch) -> _Done | _Failed:
         self.batches.append(batch)
         size = self.info.block_size
         for join in batch.joins:
@@ -92,7 +104,7 @@ class FakeRunner:
         for copy in batch.copies:
             held = self._slots[copy.source * size : copy.source * size + copy.filled]
             self._slots[copy.target * size : (copy.target + 1) * size] = held + [None] * (size - copy.filled)
-        broken = batch.step in self.failing
+        broken = batch.step in self.failing or self.down > 0
         for chunk in batch.chunks:
             table = self._tables[chunk.slot]
             for at, block in chunk.table_changes:
@@ -109,7 +121,7 @@ class FakeRunner:
             for position in range(max(chunk.start, chunk.write_from), end):
                 self._slots[table[position // size] * size + position % size] = None if broken else values[position]
         if broken:
-            return _Done(RuntimeError(f"step {batch.step} was made to fail"))
+            return _Failed(self, f"step {batch.step} was made to fail")
         return _Done(self._attend(batch))
 
     def _attend(self, batch: Batch) -> StepOutput:
@@ -178,14 +190,22 @@ def make_request(id: str, prompt: Iterable[int], max_tokens: int = 4, **fields: 
     return Request(id, tuple(prompt), sampling, arrival=0.0, **own)  # type: ignore[arg-type]
 
 
-def run(engine: Engine, limit: int = 10_000) -> dict[tuple[str, int], list[SequenceUpdate]]:
-    """Step until there is no more work; updates by request id and choice. Ends with the invariant check."""
-    updates: dict[tuple[str, int], list[SequenceUpdate]] = {}
+Updates = dict[tuple[str, int], list[SequenceUpdate]]
+
+
+def advance(engine: Engine, updates: Updates) -> None:
+    """One step; its updates are added by request id and choice."""
+    for update in engine.step().updates:
+        updates.setdefault((update.request_id, update.choice), []).append(update)
+
+
+def run(engine: Engine, updates: Updates | None = None, limit: int = 10_000) -> Updates:
+    """Step until there is no more work. Ends with the invariant check and with the runner's own verdict."""
+    updates = {} if updates is None else updates
     for _ in range(limit):
         if not engine.has_work:
             break
-        for update in engine.step().updates:
-            updates.setdefault((update.request_id, update.choice), []).append(update)
+        advance(engine, updates)
     assert not engine.has_work, "the engine does not come to an end"
     engine.check()
     runner = engine.runner

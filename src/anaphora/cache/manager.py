@@ -341,7 +341,7 @@ class CacheManager:
         """Raise CacheInvariantError unless the books balance with these, the block tables of all live sequences."""
         expected = Counter(block.id for table in tables for block in table.blocks)
         expected.update(block.id for blocks in self._copying.values() for block in blocks)
-        expected.update(self._pinned)
+        expected.update(list(self._pinned))
         free = {block.id for block in self.pool.free}
         faults = []
         if len(free) != len(self.pool.free):

@@ -86,6 +86,7 @@ class Scheduler:
         self._live: dict[str, list[Sequence]] = {}
         self._free_slots = list(range(config.max_num_seqs - 1, -1, -1))
         self._on_the_way: dict[int, list[_Work]] = {}
+        self._arrived: list[Sequence] = []
         self._steps = 0
         self._arrivals = 0
         self._clock = clock
@@ -116,6 +117,7 @@ class Scheduler:
             self._arrivals += 1
             live.append(sequence)
             self.waiting.append(sequence)
+            self._arrived.append(sequence)
 
     def abort(self, request_id: str) -> bool:
         """End all choices of a request without a word. False if there is none."""
@@ -148,6 +150,7 @@ class Scheduler:
             self._schedule_running(step)
             if self.stats.preemptions == preemptions:
                 self._admit_waiting(step)
+        self._note_waits()
         if not step.chunks:
             return None
         self._steps += 1
@@ -225,13 +228,10 @@ class Scheduler:
         """Give the sequence a slot and its first chunk. False if it must wait: for blocks, or for ``sequence.wait``."""
         if not self._free_slots or sequence.in_flight:
             return False
-        now = self._clock()
-        match = self.cache.match(sequence.table)
+        match = self._look_up(sequence)
         if match.wait is not None:
-            if sequence.wait is None:
-                sequence.wait_since = now
-            sequence.wait = match.wait
             return False
+        now = self._clock()
         if sequence.wait is not None:
             sequence.waited_s += now - sequence.wait_since
             sequence.wait = None
@@ -260,6 +260,22 @@ class Scheduler:
         )
         self._schedule_one(sequence, step)
         return True
+
+    def _look_up(self, sequence: Sequence) -> Match:
+        """What the cache has for the sequence; notes it if what it lacks next is about to be computed by another."""
+        match = self.cache.match(sequence.table)
+        if match.wait is not None:
+            if sequence.wait is None:
+                sequence.wait_since = self._clock()
+            sequence.wait = match.wait
+        return match
+
+    def _note_waits(self) -> None:
+        """Those that came since the last step, and found no budget, may yet be waiting for what is being computed."""
+        for sequence in self._arrived:
+            if sequence.state is State.WAITING and sequence.wait is None and not sequence.epoch:
+                self._look_up(sequence)
+        self._arrived.clear()
 
     def _first_admission(self, sequence: Sequence, match: Match, now: float) -> None:
         """Fix what the lookup found, and count it: once a prompt, whatever becomes of it later."""

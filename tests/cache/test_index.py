@@ -1,0 +1,123 @@
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from anaphora.cache.hashing import BlockHash, extend_chain, pack, root_hash
+from anaphora.cache.index import PrefixIndex, common_tokens
+from anaphora.cache.pool import Block
+
+ROOT = root_hash("m")
+short = st.lists(st.integers(1, 3), max_size=14)
+
+
+def common(a: list[int], b: list[int]) -> int:
+    same = 0
+    while same < min(len(a), len(b)) and a[same] == b[same]:
+        same += 1
+    return same
+
+
+@given(short, short)
+def test_common_tokens_counts_whole_tokens(a: list[int], b: list[int]) -> None:
+    assert common_tokens(pack(a), pack(b)) == common(a, b)
+
+
+def chain_of(ids: list[int], size: int) -> list[BlockHash]:
+    hashes: list[BlockHash] = []
+    extend_chain(hashes, ROOT, pack(ids), size)
+    return hashes
+
+
+def insert(index: PrefixIndex, ids: list[int], blocks: list[Block]) -> None:
+    """Index the full blocks and the tail of ``ids``, as the manager does."""
+    size = index.block_size
+    hashes = chain_of(ids, size)
+    for i, digest in enumerate(hashes):
+        if digest not in index.full:
+            block = Block(len(blocks) + 1)
+            blocks.append(block)
+            index.add_full(block, digest, hashes[i - 1] if i else ROOT, pack(ids[i * size : (i + 1) * size]))
+            for tail in index.set_ready(block):
+                index.remove(tail)
+    if rest := ids[len(hashes) * size :]:
+        block = Block(len(blocks) + 1)
+        blocks.append(block)
+        for tail in index.add_tail(block, hashes[-1] if hashes else ROOT, pack(rest)) or ():
+            index.remove(tail)
+
+
+@given(st.lists(short, max_size=10), short, st.integers(1, 5))
+def test_a_match_is_the_longest_common_beginning_with_anything_indexed(
+    stored: list[list[int]], wanted: list[int], size: int
+) -> None:
+    index = PrefixIndex(size)
+    blocks: list[Block] = []
+    for ids in stored:
+        insert(index, ids, blocks)
+    match = index.match(ROOT, chain_of(wanted, size), pack(wanted))
+    assert match.tokens == max((common(ids, wanted) for ids in stored), default=0)
+    assert len(match.blocks) == match.tokens // size or match.tail is not None
+    extends = any(common(ids, wanted) == match.tokens < len(ids) for ids in stored)
+    if match.tokens < len(wanted):
+        assert match.continued == extends
+
+
+@given(st.lists(short, max_size=10), st.integers(1, 5))
+def test_removing_everything_leaves_nothing(stored: list[list[int]], size: int) -> None:
+    index = PrefixIndex(size)
+    blocks: list[Block] = []
+    for ids in stored:
+        insert(index, ids, blocks)
+    for block in blocks:
+        if block.indexed:
+            index.remove(block)
+    assert not index.full
+    assert not index._continuations
+    assert all(block.children == 0 for block in blocks)
+
+
+def test_a_digest_with_other_tokens_is_no_hit() -> None:
+    """As if two contents had one hash: tokens are compared too."""
+    index = PrefixIndex(2)
+    insert(index, [1, 2, 3, 4], [])
+    assert index.match(ROOT, chain_of([1, 2, 3, 4], 2), pack([1, 2, 9, 9])).tokens == 2
+
+
+def test_blocks_that_are_not_computed_yet_are_referenced_but_never_copied_from() -> None:
+    index = PrefixIndex(4)
+    (digest,) = chain_of([1, 2, 3, 4], 4)
+    block = Block(1)
+    index.add_full(block, digest, ROOT, pack([1, 2, 3, 4]))
+    assert index.match(ROOT, [digest], pack([1, 2, 3, 4])).blocks == (block,)
+    assert index.match(ROOT, [], pack([1, 2, 3])).tokens == 0
+    index.set_ready(block)
+    assert index.match(ROOT, [], pack([1, 2, 3])).tail is block
+
+
+def test_a_tail_grows_and_gives_way_to_the_block_that_it_becomes() -> None:
+    index = PrefixIndex(4)
+    tail, full = Block(1), Block(2)
+    assert index.add_tail(tail, ROOT, pack([1, 2])) == []
+    assert index.add_tail(tail, ROOT, pack([1, 2, 3])) == []
+    assert tail.filled == 3
+    assert index.add_tail(Block(3), ROOT, pack([1, 2])) is None
+    (digest,) = chain_of([1, 2, 3, 4], 4)
+    index.add_full(full, digest, ROOT, pack([1, 2, 3, 4]))
+    assert index.set_ready(full) == [tail]
+
+
+def test_a_parent_found_again_counts_its_continuations() -> None:
+    index = PrefixIndex(2)
+    blocks: list[Block] = []
+    insert(index, [1, 2, 3, 4], blocks)
+    parent, child = blocks
+    assert parent.children == 1
+    digest = parent.hash
+    assert digest is not None
+    index.remove(parent)
+    assert index.match(ROOT, chain_of([1, 2, 3, 4], 2), pack([1, 2, 3, 4])).tokens == 0
+    index.add_full(parent, digest, ROOT, pack([1, 2]))
+    index.set_ready(parent)
+    assert parent.children == 1
+    assert index.match(ROOT, chain_of([1, 2, 3, 4], 2), pack([1, 2, 3, 4])).blocks == (parent, child)

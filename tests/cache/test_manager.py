@@ -1,0 +1,256 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from anaphora.cache.events import Reason
+from anaphora.cache.hashing import root_hash
+from anaphora.cache.manager import BlockTable, CacheManager
+from anaphora.errors import CacheInvariantError
+
+ROOT = root_hash("m")
+OTHER = root_hash("m", "another tenant")
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Cache(CacheManager):
+    """A manager with one more verb: compute a whole prompt in one step, as the scheduler would."""
+
+    steps = 0
+
+    def start(self, key: str, ids: list[int], root=ROOT) -> tuple[BlockTable, int]:
+        table = self.table(key, ids, root)
+        taken = self.admit(table, self.match(table), len(ids) + 1)
+        assert taken is not None, f"no room for {key}"
+        assert self.reserve(table, taken.tokens, len(ids), self.steps) is not None
+        self.finish_step(self.steps)
+        self.steps += 1
+        self.commit(table, len(ids), tail=True)
+        return table, min(taken.tokens, len(ids) - 1)
+
+    def use(self, key: str, ids: list[int], root=ROOT) -> int:
+        """Compute and release; returns the cached tokens."""
+        table, cached = self.start(key, ids, root)
+        self.release(table, len(ids))
+        self.check([])
+        return cached
+
+    def reason(self, ids: list[int], root=ROOT) -> tuple[str, str]:
+        table = self.table("asks", ids, root)
+        report = self.explain(table, self.match(table), len(ids))
+        return report.reason, report.detail
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def cache(clock: Clock) -> Iterator[Cache]:
+    cache = Cache(17, 4, clock=clock)
+    yield cache
+    cache.check([])
+
+
+def test_a_hit_counts_to_the_token_and_leaves_the_last_one(cache: Cache) -> None:
+    assert cache.use("a", [*range(10)]) == 0
+    assert cache.use("b", [*range(10)]) == 9
+    assert cache.use("c", [*range(8)]) == 7
+    assert cache.use("d", [*range(7), 99]) == 7
+    assert cache.use("e", [*range(10), 10, 11, 12]) == 10
+    assert cache.use("f", [77]) == 0
+    assert cache.use("g", [77]) == 0
+
+
+def test_the_source_of_a_copy_is_held_until_the_step_has_finished(cache: Cache) -> None:
+    cache.use("a", [1, 2, 3, 4, 5, 6])
+    table = cache.table("b", [1, 2, 3, 4, 5, 9, 9], ROOT)
+    match = cache.match(table)
+    assert match.tokens == 5
+    source = match.tail
+    assert source is not None
+    assert cache.admit(table, match, 8)
+    reservation = cache.reserve(table, 5, 7, step=7)
+    assert reservation is not None
+    (copy,) = reservation.copies
+    assert (copy.source, copy.filled) == (source.id, 1)
+    assert source.ref_count == 1
+    cache.check([table])
+    cache.finish_step(7)
+    assert source.ref_count == 0
+    cache.release(table, 7)
+
+
+def test_a_full_hit_copies_only_when_it_first_writes(cache: Cache) -> None:
+    cache.use("a", [1, 2, 3, 4, 5, 6])
+    table = cache.table("b", [1, 2, 3, 4, 5, 6], ROOT)
+    taken = cache.admit(table, cache.match(table), 7)
+    assert taken is not None
+    assert taken.tokens == 6
+    free = cache.pool.available
+    assert cache.reserve(table, 6, 6, step=1) is not None
+    assert cache.pool.available == free
+    table.append([8], 4)
+    reservation = cache.reserve(table, 6, 7, step=2)
+    assert reservation is not None
+    assert [c.filled for c in reservation.copies] == [2]
+    cache.finish_step(2)
+    cache.release(table, 7)
+
+
+def test_recency_follows_use_so_the_shared_prefix_stays() -> None:
+    """Insertion order would evict the oldest entry, the prefix that every prompt begins with."""
+    cache = Cache(5, 4)
+    system = [*range(4)]
+    assert cache.use("s", [*system, 50]) == 0
+    for i in range(8):
+        assert cache.use(f"q{i}", [*system, *range(100 + 4 * i, 104 + 4 * i)]) == 4
+
+
+def test_unfilled_tails_go_before_full_blocks() -> None:
+    """Both chains of full blocks fit, but not with the tails: the two prompts must not evict each other."""
+    cache = Cache(6, 4)
+    first, second = [*range(9)], [*range(50, 59)]
+    cache.use("1", first)
+    cache.use("2", second)
+    for turn in range(3):
+        assert cache.use(f"1.{turn}", first) == 8
+        assert cache.use(f"2.{turn}", second) == 8
+
+
+def test_leaves_go_before_what_they_continue() -> None:
+    cache = Cache(10, 4)
+    long = [*range(32)]
+    cache.use("long", long)
+    cache.use("other", [*range(90, 98)])
+    assert cache.use("long again", long) == 28
+
+
+def test_new_prefixes_are_taken_in_when_the_cache_is_full() -> None:
+    cache = Cache(9, 4)
+    prompts = [[i] * 4 + [1] for i in range(20, 29)]
+    for i, prompt in enumerate(prompts):
+        cache.use(f"once {i}", prompt)
+    assert cache.use("ninth", prompts[-1]) == 4
+    for prompt in prompts:
+        cache.use("again", prompt)
+        assert cache.use("and again", prompt) == 4
+
+
+def test_pinned_blocks_are_never_evicted() -> None:
+    cache = Cache(7, 4)
+    system = [*range(8)]
+    cache.use("s", system)
+    assert cache.pin(system, ROOT) == 8
+    assert cache.pinned_blocks == 2
+    for i in range(5):
+        cache.use(f"x{i}", [*range(100 * i + 100, 100 * i + 112)])
+    assert cache.use("s again", [*system, 1]) == 8
+    assert cache.unpin(system, ROOT) == 8
+    assert cache.pinned_blocks == 0
+    for i in range(5):
+        cache.use(f"y{i}", [*range(100 * i + 100, 100 * i + 123)])
+    assert cache.use("s gone", [*system, 1]) == 0
+    cache.check([])
+
+
+def test_tenants_do_not_see_each_other(cache: Cache) -> None:
+    cache.use("a", [*range(10)])
+    assert cache.reason([*range(10)], OTHER) == (Reason.COLD, "nothing like it was seen")
+    assert cache.use("b", [*range(10)], OTHER) == 0
+    assert cache.use("c", [*range(10)], OTHER) == 9
+
+
+def test_reasons(cache: Cache, clock: Clock) -> None:
+    assert cache.reason([1, 2, 3]) == (Reason.COLD, "nothing like it was seen")
+    cache.use("a", [*range(10)])
+    assert cache.reason([*range(10)])[0] == Reason.HIT
+    assert cache.reason([*range(10), 11, 12])[0] == Reason.HIT
+    reason, detail = cache.reason([*range(6), 99, 98])
+    assert reason == Reason.DIVERGED
+    assert "token 6" in detail
+    clock.now = 5.0
+    cache.use("big", [*range(100, 163)])
+    clock.now = 7.5
+    assert cache.reason([*range(10)]) == (Reason.EVICTED, "evicted 2.5 s ago when request big needed its block")
+
+
+def test_another_tenants_growth_is_other_traffic(cache: Cache) -> None:
+    cache.use("a", [*range(10)])
+    cache.use("secret-id", [*range(100, 163)], OTHER)
+    reason, detail = cache.reason([*range(10)])
+    assert reason == Reason.EVICTED
+    assert "secret-id" not in detail
+    assert "other traffic" in detail
+
+
+def test_reset_says_whether_it_did(cache: Cache) -> None:
+    table, _ = cache.start("a", [*range(10)])
+    cache.pin([*range(4)], ROOT)
+    assert not cache.reset()
+    cache.release(table, 10)
+    assert cache.reset()
+    assert cache.use("a again", [*range(10)]) == 0
+
+
+def test_a_disabled_cache_finds_and_keeps_nothing() -> None:
+    cache = Cache(17, 4, enabled=False)
+    cache.use("a", [*range(10)])
+    assert cache.use("b", [*range(10)]) == 0
+    assert cache.reason([*range(10)])[0] == Reason.BYPASSED
+    assert len(cache.pool.free) == cache.pool.total
+
+
+@pytest.mark.parametrize("leak", ["reference", "lost", "twice", "pending"])
+def test_the_check_finds_planted_faults(leak: str) -> None:
+    cache = Cache(17, 4)
+    table, _ = cache.start("a", [*range(10)])
+    cache.check([table])
+    if leak == "reference":
+        table.blocks[0].ref_count += 1
+    elif leak == "lost":
+        table.blocks.pop()
+    elif leak == "twice":
+        cache.pool.free.append(cache.pool.free[0])
+    else:
+        cache.index.pending[table.hashes[0]] = table
+    with pytest.raises(CacheInvariantError):
+        cache.check([table])
+
+
+def test_a_block_released_too_often_is_refused() -> None:
+    cache = Cache(17, 4)
+    table, _ = cache.start("a", [*range(10)])
+    block = table.blocks[2]
+    cache.release(table, 10)
+    with pytest.raises(CacheInvariantError, match="more often"):
+        cache.pool.release(block)
+
+
+def test_block_keys_alone_serve_a_simulation() -> None:
+    """Without tokens: hashes given from outside, full blocks only."""
+    cache = CacheManager(9, 4)
+    keys = [root_hash(f"key {i}") for i in range(4)]
+
+    def use() -> int:
+        table = BlockTable("t", ROOT, None)
+        table.hashes = list(keys)
+        taken = cache.admit(table, cache.match(table), 17)
+        assert taken is not None
+        assert cache.reserve(table, taken.tokens, 16, 0) is not None
+        cache.finish_step(0)
+        cache.release(table, 16)
+        cache.check([])
+        return taken.tokens
+
+    assert use() == 0
+    assert use() == 16
