@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from anaphora.cache.hashing import root_hash
 from anaphora.errors import CacheInvariantError, InvalidRequest
 from anaphora.types import FinishReason
 from tests.support.engine import FakeRunner, Updates, advance, answer, make_engine, make_request, next_token, run
@@ -337,6 +338,22 @@ def test_a_window_over_the_limit_is_capped_with_a_warning() -> None:
     assert engine.info.max_model_len == 64
     assert "32768" in engine.info.warnings[0]
     assert make_engine(FakeRunner(100, 4, window=64), max_model_len=32).info.warnings == ()
+
+
+def test_a_request_that_finds_no_room_on_an_idle_engine_ends_with_an_error() -> None:
+    """Blocks that are held for ever (here: pinned) must not leave a request waiting for ever."""
+    engine = make_engine(FakeRunner(11, 4))
+    engine.add(make_request("r", [*range(1, 33)], 1))
+    run(engine)
+    assert engine.cache.pin([*range(1, 33)], root_hash("fake-1")) == 32
+    engine.add(make_request("big", [*range(50, 80)], 1))
+    engine.add(make_request("small", [7], 2))
+    updates = run(engine)
+    (last,) = updates["big", 0]
+    assert last.finish_reason is FinishReason.ERROR
+    assert "8 KV blocks" in str(last.error)
+    assert answer(updates["small", 0]) == truth([7], 2)
+    engine.reset_prefix_cache()
 
 
 def test_a_planted_leak_fails_the_check() -> None:

@@ -92,10 +92,10 @@ class Engine:
             batch = self.scheduler.schedule()
             if batch is None:
                 break
-            self._in_flight.append(_InFlight(batch, self._submit(batch), self._clock()))
-        if not self._in_flight:
-            return StepResult((), self.stats())
-        return StepResult(tuple(self._take()), self.stats())
+            submitted = self._clock()
+            self._in_flight.append(_InFlight(batch, self._submit(batch), submitted))
+        updates = self._take() if self._in_flight else self.scheduler.give_up()
+        return StepResult(tuple(updates), self.stats())
 
     def _submit(self, batch: Batch) -> Pending:
         try:

@@ -387,18 +387,23 @@ class Scheduler:
             sequence.failures += 1
             sequence.alone = True
             if len(guilty) == 1 or sequence.failures >= self.MAX_FAILURES:
-                self._finish(sequence)
-                updates.append(
-                    SequenceUpdate(
-                        sequence.request.id,
-                        sequence.choice,
-                        (),
-                        self._clock(),
-                        finish_reason=FinishReason.ERROR,
-                        error=error,
-                    )
-                )
+                updates.append(self._give_up(sequence, error))
         return updates
+
+    def give_up(self) -> list[SequenceUpdate]:
+        """Nothing is on its way and nothing can be scheduled: end the first that waits, so that the others come on."""
+        if not self.waiting:
+            return []
+        sequence = self.waiting[0]
+        need, room = self.cache.blocks_for(len(sequence.token_ids) + 1), self.cache.pool.available
+        error = f"the request needs {need} KV blocks and there are {room}, though nothing else runs"
+        return [self._give_up(sequence, error)]
+
+    def _give_up(self, sequence: Sequence, error: str) -> SequenceUpdate:
+        self._finish(sequence)
+        return SequenceUpdate(
+            sequence.request.id, sequence.choice, (), self._clock(), finish_reason=FinishReason.ERROR, error=error
+        )
 
     # --- leaving ---------------------------------------------------------------------------------------------------
 

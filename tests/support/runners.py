@@ -1,0 +1,65 @@
+"""Runners by dotted path for tests of the engine process: a slow one, and ones with a fault. They run in the child."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from typing import NoReturn
+
+from anaphora.config import EngineConfig
+from anaphora.core.engine import Engine
+from anaphora.errors import CacheInvariantError, ModelError
+from anaphora.types import Batch, Pending, Runner
+from tests.support.engine import load_fake
+
+
+def load_slow(config: EngineConfig) -> Runner:
+    """Requests stay long enough to be met while they run."""
+    runner = load_fake(config)
+    submit = runner.submit
+
+    def slowly(batch: Batch) -> Pending:
+        time.sleep(0.005)
+        return submit(batch)
+
+    runner.submit = slowly  # type: ignore[method-assign]
+    return runner
+
+
+def load_for_ever(config: EngineConfig) -> NoReturn:
+    print("loading", file=sys.stderr)
+    while True:
+        time.sleep(60)
+
+
+def load_refused(config: EngineConfig) -> NoReturn:
+    raise ModelError("the model 'sundial' has no attention", param="model")
+
+
+def load_broken(config: EngineConfig) -> NoReturn:
+    raise RuntimeError("the weights are upside down")
+
+
+def load_exiting(config: EngineConfig) -> NoReturn:
+    for line in range(40):
+        print(f"layer {line} of 40", file=sys.stderr)
+    print("out of luck")
+    sys.stdout.flush()
+    os._exit(7)
+
+
+def load_with_failing_step(config: EngineConfig) -> Runner:
+    def step(self: Engine) -> NoReturn:
+        raise ZeroDivisionError("no tokens to divide by")
+
+    Engine.step = step  # type: ignore[method-assign]
+    return load_fake(config)
+
+
+def load_with_failing_check(config: EngineConfig) -> Runner:
+    def check(self: Engine) -> NoReturn:
+        raise CacheInvariantError("3 free + 4 cached blocks are not 8")
+
+    Engine.check = check  # type: ignore[method-assign]
+    return load_fake(config)
