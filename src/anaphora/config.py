@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import difflib
 import re
-from dataclasses import dataclass, field, fields
+from collections.abc import Mapping
+from dataclasses import Field, dataclass, field, fields
 from typing import Any, TypeVar
 
 from anaphora.errors import ConfigError
@@ -149,3 +151,34 @@ def from_dict(cls: type[T], values: dict[str, Any]) -> T:
             value = from_dict(_NESTED[name], value)
         ready[name] = tuple(value) if isinstance(value, list) else value
     return cls(**ready)
+
+
+def engine_config(settings: Mapping[str, Any]) -> EngineConfig:
+    """Sort settings into the config classes by field name. ConfigError names an unknown one and what is close."""
+    homes = {f.name: (section, f) for section, cls in _NESTED.items() for f in fields(cls)}
+    sections: dict[str, dict[str, Any]] = {section: {} for section in _NESTED}
+    for name, value in settings.items():
+        if name not in homes:
+            close = difflib.get_close_matches(name, homes, n=1)
+            hint = f"; did you mean {close[0]}?" if close else f"; there are {', '.join(sorted(homes))}"
+            raise ConfigError(f"there is no setting {name!r}{hint}", param=name)
+        section, spec = homes[name]
+        sections[section][name] = _setting(spec, value)
+    return EngineConfig(**{section: from_dict(_NESTED[section], values) for section, values in sections.items()})
+
+
+def _setting(spec: Field[Any], value: Any) -> Any:
+    """A setting as its config class wants it: text parsed as the command line does, its type and choices checked."""
+    if isinstance(spec.default, tuple):
+        return (value,) if isinstance(value, str) else tuple(value)
+    if isinstance(value, str) and "parse" in spec.metadata:
+        return spec.metadata["parse"](value)
+    kind = int if "parse" in spec.metadata else str if spec.default is None else type(spec.default)
+    wanted = (int, float) if kind is float else kind
+    free = value is None and spec.default is None
+    if not free and (not isinstance(value, wanted) or (isinstance(value, bool) and kind is not bool)):
+        raise ConfigError(f"{spec.name} must be of type {kind.__name__}, got {value!r}", param=spec.name)
+    choices = spec.metadata.get("choices")
+    if choices and value not in choices:
+        raise ConfigError(f"{spec.name} must be one of {', '.join(choices)}, got {value!r}", param=spec.name)
+    return value

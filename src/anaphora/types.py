@@ -270,10 +270,14 @@ class ModelInfo:
 
 
 class Runner(Protocol):
-    """The model as the engine sees it. ``lookahead`` is how many steps may be submitted before a result is taken."""
+    """The model as the engine sees it. ``lookahead`` is how many steps may be submitted before a result is taken.
+
+    ``warnings`` say what was changed while loading, or cannot work as asked.
+    """
 
     info: ModelInfo
     lookahead: int
+    warnings: tuple[str, ...]
 
     def submit(self, batch: Batch) -> Pending: ...
 

@@ -65,6 +65,8 @@ class FakeRunner:
     that it was to write. ``computed`` counts given tokens that were run, ``widest`` the most rows of a step.
     """
 
+    warnings: tuple[str, ...] = ()
+
     def __init__(self, num_blocks: int = 64, block_size: int = 4, *, lookahead: int = 0, window: int = 4096) -> None:
         self.info = ModelInfo(
             name="fake",

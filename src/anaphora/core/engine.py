@@ -56,7 +56,7 @@ class Engine:
             model.num_blocks, model.block_size, enabled=config.cache.enable_prefix_caching, clock=clock
         )
         max_model_len, warnings = _fit_model_len(config.model.max_model_len, model, self.cache.pool.total)
-        self.info = EngineInfo(model, max_model_len, warnings)
+        self.info = EngineInfo(model, max_model_len, (*runner.warnings, *warnings))
         self.scheduler = Scheduler(config.scheduler, self.cache, model.identity, max_model_len, clock)
         self.cost = PrefillCost()
         self._clock = clock
