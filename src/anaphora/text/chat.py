@@ -1,0 +1,228 @@
+"""Chat messages to prompt text, by the model's own template."""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from anaphora.errors import InvalidRequest, ModelError
+from anaphora.text import sandbox
+
+Message = dict[str, Any]
+
+_RESERVED = frozenset({"messages", "tools", "add_generation_prompt", "continue_final_message"})
+_REASONING = ("reasoning_content", "thinking", "reasoning")
+_CUT = "CONTINUE_FINAL_MESSAGE_TAG "
+"""Stands behind the message to continue; the rendering is cut there."""
+_MARK = "anaphora_probe"
+_ROLES = ("system", "user", "assistant", "tool")
+
+
+class ChatTemplate:
+    """A Jinja template, set up as transformers does it and rendered in a sandbox with bounded time and memory.
+
+    What it can take is found by rendering small conversations when it is first asked for, not by reading its source.
+    ``special_tokens`` maps names such as ``bos_token`` to their text. Raises ModelError where it does not compile.
+    """
+
+    def __init__(self, source: str, special_tokens: dict[str, str]) -> None:
+        self.source = source
+        self._special_tokens = special_tokens
+        try:
+            self._run([], {})
+        except sandbox.SyntaxInvalid as error:
+            raise ModelError(f"the chat template does not compile: {error}") from error
+        except sandbox.RenderError:
+            pass  # no messages at all: many templates refuse that
+
+    def render(
+        self,
+        messages: Sequence[Message],
+        *,
+        tools: Sequence[dict[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        kwargs: dict[str, Any] | None = None,
+    ) -> str:
+        """The prompt. ``kwargs`` are further variables of the template, ``documents`` among them.
+
+        Null content is empty text; lists of text parts are joined by newlines where the template takes text only;
+        developer messages are system messages where the template does not know them.
+        Arguments of tool calls that come as JSON text stay byte for byte as they are where the template can take
+        text, and are parsed where it cannot. ``continue_final_message`` leaves the last message open.
+        Raises InvalidRequest with the template's own words where it refuses.
+        """
+        kwargs = kwargs or {}
+        if not messages:
+            raise InvalidRequest("messages must not be empty", param="messages")
+        if clash := _RESERVED & set(kwargs):
+            raise InvalidRequest(f"chat_template_kwargs must not hold {sorted(clash)[0]}", param="chat_template_kwargs")
+        if continue_final_message and add_generation_prompt:
+            raise InvalidRequest(
+                "continue_final_message and add_generation_prompt exclude each other", param="continue_final_message"
+            )
+        ready = [self._prepared(message, f"messages[{index}]") for index, message in enumerate(messages)]
+        variables = {**kwargs, "tools": list(tools) if tools else None, "add_generation_prompt": add_generation_prompt}
+        if continue_final_message:
+            return self._render_open(ready, variables)
+        return self._render(ready, variables)
+
+    @functools.cached_property
+    def drops_tools(self) -> bool:
+        """Whether tools that are given do not show in the prompt."""
+        tool = {"name": _MARK, "description": "", "parameters": {"type": "object", "properties": {}}}
+        text = self._probe([_message("user")], tools=[{"type": "function", "function": tool}])
+        return text is not None and _MARK not in text
+
+    # --- rendering --------------------------------------------------------------------------------------------------
+
+    def _run(self, messages: list[Message], variables: dict[str, Any]) -> str:
+        defaults: dict[str, Any] = {"tools": None, "documents": None, "add_generation_prompt": False}
+        merged = {**self._special_tokens, **defaults, **variables, "messages": messages}
+        return sandbox.shared().render(self.source, merged)
+
+    def _render(self, messages: list[Message], variables: dict[str, Any]) -> str:
+        try:
+            return self._run(messages, variables)
+        except sandbox.RenderError as error:
+            reason = str(error) if error.refused else f"the chat template cannot render these messages: {error}"
+            raise InvalidRequest(reason, param="messages") from error
+        except (TypeError, ValueError) as error:
+            raise InvalidRequest(f"messages and tools must be JSON values: {error}", param="messages") from error
+
+    def _render_open(self, messages: list[Message], variables: dict[str, Any]) -> str:
+        """Render with a mark behind the last message's text and cut there, as transformers does."""
+        last = dict(messages[-1])
+        content = last.get("content")
+        if isinstance(content, list):
+            final = content[-1]["text"] if content else ""
+            last["content"] = [*content[:-1], {"type": "text", "text": final + _CUT}]
+        else:
+            final = str(content or "")
+            last["content"] = final + _CUT
+        text = self._render([*messages[:-1], last], variables)
+        place = text.rfind(_CUT.strip())
+        if place < 0 or final.strip() not in text:
+            raise InvalidRequest("the chat template does not show the final message", param="continue_final_message")
+        kept = text[:place]
+        return kept if text.startswith(_CUT, place) else kept.rstrip()
+
+    # --- messages as this template takes them -----------------------------------------------------------------------
+
+    def _prepared(self, message: Message, where: str) -> Message:
+        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+            raise InvalidRequest(f"{where} must be an object with a role", param=where)
+        ready = {name: value for name, value in message.items() if value is not None}
+        if ready["role"] == "developer" and not self._knows_developer:
+            ready["role"] = "system"
+        ready["content"] = self._content(ready.get("content", ""), ready["role"], f"{where}.content")
+        reasoning = next((ready[name] for name in _REASONING if name in ready), None)
+        if reasoning is not None:
+            ready = {"thinking": reasoning, **ready, "reasoning_content": reasoning}
+        calls = ready.get("tool_calls")
+        if calls:
+            if not isinstance(calls, list):
+                raise InvalidRequest(f"{where}.tool_calls must be a list", param=where)
+            ready["tool_calls"] = [self._call(call, f"{where}.tool_calls[{i}]") for i, call in enumerate(calls)]
+        return ready
+
+    def _content(self, content: Any, role: str, where: str) -> Any:
+        if isinstance(content, str):
+            return content
+        if not isinstance(content, list):
+            raise InvalidRequest(f"{where} must be text, a list of parts, or null", param=where)
+        texts = [_part_text(part, f"{where}[{index}]") for index, part in enumerate(content)]
+        if len(texts) > 1 and role in self._list_roles:
+            return [{"type": "text", "text": text} for text in texts]
+        return "\n".join(texts)
+
+    def _call(self, call: Any, where: str) -> dict[str, Any]:
+        function = call.get("function") if isinstance(call, dict) else None
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            raise InvalidRequest(f"{where} must hold a function with a name", param=where)
+        arguments = function.get("arguments")
+        arguments = "{}" if arguments in (None, "") else arguments
+        takes_text, takes_object = self._argument_kinds
+        if isinstance(arguments, str) and not takes_text:
+            arguments = _parsed(arguments, f"{where}.function.arguments")
+        elif not isinstance(arguments, str) and not takes_object:
+            arguments = json.dumps(arguments, ensure_ascii=False)
+        return {**call, "function": {**function, "arguments": arguments}}
+
+    # --- what this template takes -----------------------------------------------------------------------------------
+
+    def _probe(self, messages: list[Message], **variables: Any) -> str | None:
+        """The rendering of a small conversation, None where the template refuses or fails."""
+        try:
+            return self._run(messages, variables)
+        except sandbox.RenderError:
+            return None
+
+    @functools.cached_property
+    def _list_roles(self) -> frozenset[str]:
+        """Roles whose content may be a list of parts: it comes out as the same text in one string does."""
+        return frozenset(role for role in _ROLES if self._takes_list(role))
+
+    def _takes_list(self, role: str) -> bool:
+        before = {"system": [], "user": [], "assistant": [_message("user")]}.get(
+            role, [_message("user"), _calling("{}")]
+        )
+        after = [_message("user")] if role == "system" else []
+        as_text, as_list = (
+            self._probe([*before, {"role": role, "tool_call_id": "probe1234", "content": content}, *after])
+            for content in (_MARK, [{"type": "text", "text": _MARK}])
+        )
+        return as_text is not None and as_text == as_list
+
+    @functools.cached_property
+    def _knows_developer(self) -> bool:
+        """Whether a developer message shows; many templates refuse the role or leave its text out."""
+        text = self._probe([{"role": "developer", "content": _MARK}, _message("user")])
+        return text is not None and _MARK in text
+
+    @functools.cached_property
+    def _argument_kinds(self) -> tuple[bool, bool]:
+        """Whether arguments of tool calls may be JSON text (and come out byte for byte), and whether objects."""
+        text = f'{{"{_MARK}":  1}}'
+        result = {"role": "tool", "tool_call_id": "probe1234", "content": "1"}
+        as_text = self._probe([_message("user"), _calling(text), result])
+        as_object = self._probe([_message("user"), _calling({_MARK: 1}), result])
+        takes_text = as_text is not None and text in as_text
+        return takes_text, as_object is not None or not takes_text
+
+
+def _message(role: str) -> Message:
+    return {"role": role, "content": "probe"}
+
+
+def _calling(arguments: Any) -> Message:
+    function = {"name": "probe", "arguments": arguments}
+    # Mistral's templates want ids of nine characters.
+    return {
+        "role": "assistant",
+        "content": "",
+        "tool_calls": [{"id": "probe1234", "type": "function", "function": function}],
+    }
+
+
+def _part_text(part: Any, where: str) -> str:
+    if isinstance(part, str):
+        return part
+    kind = part.get("type") if isinstance(part, dict) else type(part).__name__
+    if kind not in ("text", "refusal"):
+        raise InvalidRequest(f"{where} is of type {kind!r:.80}; this model takes text parts only", param=where)
+    if not isinstance(text := part.get(kind), str):
+        raise InvalidRequest(f"{where}.{kind} must be text", param=where)
+    return text
+
+
+def _parsed(arguments: str, where: str) -> dict[str, Any]:
+    try:
+        parsed = json.loads(arguments)
+    except ValueError as error:
+        raise InvalidRequest(f"{where} is no JSON: {error}", param=where) from error
+    if not isinstance(parsed, dict):
+        raise InvalidRequest(f"{where} must be a JSON object, got {arguments!r:.80}", param=where)
+    return parsed
