@@ -1,0 +1,106 @@
+"""What the server says of itself: a line at the start, a line a request, a line every few seconds under load."""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Callable
+from typing import Protocol
+
+from anaphora.observe.record import RequestRecord
+from anaphora.types import EngineInfo, EngineStats
+
+logger = logging.getLogger("anaphora.server")
+
+RECENT_REQUESTS = 1000
+
+
+def describe_pool(info: EngineInfo) -> str:
+    """The start line on the KV cache. Block 0 takes padding and holds no tokens."""
+    model = info.model
+    tokens = (model.num_blocks - 1) * model.block_size
+    return (
+        f"KV cache: num_gpu_blocks={model.num_blocks}, block_size={model.block_size}, {tokens:,} tokens fit "
+        f"({model.num_blocks * model.bytes_per_block / 2**20:,.0f} MiB); "
+        f"{tokens / info.max_model_len:.2f} requests of the full {info.max_model_len:,} tokens fit at once"
+    )
+
+
+def describe_request(record: RequestRecord) -> str:
+    """One line: what was reused and why not more, where the time went, how it ended."""
+    cached = f"{record.cached_tokens} cached"
+    if record.reason and record.reason != "hit":
+        cached += f" ({record.reason}{': ' + record.detail if record.detail else ''})"
+    first = "no token" if record.ttft_s is None else f"first token {record.ttft_s:.3f} s"
+    return (
+        f"{record.id}: prompt {record.prompt_tokens} tokens, {cached}; queue {record.queue_s:.3f} s"
+        f"{f' (for a prefix {record.waited_s:.3f} s)' if record.waited else ''}, prefill {record.prefill_s:.3f} s, "
+        f"{first}; output {record.output_tokens} tokens in {record.total_s:.3f} s, {record.finish}"
+    )
+
+
+class HitRates:
+    """Hit rates over the last requests. A request counts once, when its first token is there."""
+
+    def __init__(self, last: int = RECENT_REQUESTS) -> None:
+        self._recent: deque[tuple[int, int]] = deque(maxlen=last)
+
+    def add(self, prompt_tokens: int, cached_tokens: int) -> None:
+        self._recent.append((prompt_tokens, cached_tokens))
+
+    def describe(self, stats: EngineStats) -> str:
+        """Both rates, in tokens and in requests, of the last requests and since the start, and the load."""
+        recent = self._recent
+        tokens = _share(sum(c for _, c in recent), sum(p for p, _ in recent))
+        requests = _share(sum(c > 0 for _, c in recent), len(recent))
+        in_use = _share(stats.referenced_blocks, stats.total_blocks)
+        return (
+            f"hit rate of the last {len(recent):,} requests: {tokens} of prompt tokens, {requests} of requests; "
+            f"since the start: {_share(stats.hits, stats.queries)} of tokens, "
+            f"{_share(stats.requests_hit, stats.requests)} of requests; running {stats.running}, "
+            f"waiting {stats.waiting}, KV cache in use {in_use}, "
+            f"kept for reuse {_share(stats.idle_cached_blocks, stats.total_blocks)}"
+        )
+
+
+def _share(part: float, whole: float) -> str:
+    return f"{100 * part / whole:.1f}%" if whole else "–"
+
+
+class Timer(Protocol):
+    def cancel(self) -> None: ...
+
+
+class LoadLog:
+    """Logs ``describe()`` every ``interval`` seconds while there is work, and once more after it; no timer when idle.
+
+    ``call_later(seconds, function)`` is the event loop's. ``touch`` is called when a request begins.
+    """
+
+    def __init__(
+        self,
+        interval: float,
+        call_later: Callable[[float, Callable[[], None]], Timer],
+        busy: Callable[[], bool],
+        describe: Callable[[], str],
+    ) -> None:
+        self._interval = interval
+        self._call_later = call_later
+        self._busy = busy
+        self._describe = describe
+        self._timer: Timer | None = None
+
+    def touch(self) -> None:
+        if self._timer is None:
+            self._timer = self._call_later(self._interval, self._tick)
+
+    def close(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _tick(self) -> None:
+        self._timer = None
+        logger.info("%s", self._describe())
+        if self._busy():
+            self.touch()

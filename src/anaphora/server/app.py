@@ -1,0 +1,213 @@
+"""The server process: builds the application, starts the engine, serves until a signal ends it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import errno
+import gc
+import logging
+import os
+import signal
+import socket
+import sys
+import time
+from pathlib import Path
+from typing import Any, Protocol
+
+import uvloop
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.types import ASGIApp
+
+from anaphora.config import EngineConfig, ServerConfig
+from anaphora.core.client import EngineClient
+from anaphora.errors import AnaphoraError, ConfigError
+from anaphora.observe.log import describe_pool
+from anaphora.observe.record import open_log
+from anaphora.server.asgi import KeyGuard
+from anaphora.server.http import Server
+from anaphora.server.routes import on_crash, on_error, on_http_error, routes
+from anaphora.server.service import Names, Service, TextSide
+from anaphora.text.chat import ChatTemplate
+from anaphora.text.generation import load_defaults
+from anaphora.text.tokenizer import Tokenizer
+
+logger = logging.getLogger("anaphora.server")
+
+
+class Source(Protocol):
+    """A resolved model (model.source.ModelSource)."""
+
+    @property
+    def folder(self) -> Path: ...
+    @property
+    def name(self) -> str: ...
+
+
+def build_app(service: Service) -> ASGIApp:
+    """The ASGI application over a service; closing the service is the caller's part."""
+    app = Starlette(
+        routes=routes(service),
+        exception_handlers={AnaphoraError: on_error, HTTPException: on_http_error, Exception: on_crash},
+    )
+    keys = service.config.api_key
+    return KeyGuard(app, keys) if keys else app
+
+
+def load_text(folder: Path, config: EngineConfig) -> TextSide:
+    """Tokenizer, chat template and sampling defaults of a model folder."""
+    tokenizer = Tokenizer.load(folder)
+    template = tokenizer.chat_template
+    if config.model.chat_template is not None:
+        template = ChatTemplate(_template_source(config.model.chat_template), tokenizer.special_tokens)
+    return TextSide(tokenizer, template, load_defaults(folder, config.model.generation_config, tokenizer))
+
+
+def _template_source(given: str) -> str:
+    """A file's content, or the template itself where it looks like one."""
+    if "{{" in given or "{%" in given or "\n" in given:
+        return given
+    try:
+        return Path(given).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--chat-template {given} is no readable file and no template: {error}") from None
+
+
+def cache_settings(config: EngineConfig, client: EngineClient) -> dict[str, str]:
+    """The labels of vllm:cache_config_info."""
+    model, cache = client.info.model, config.cache
+    return {
+        "block_size": str(model.block_size),
+        "cache_dtype": cache.kv_cache_dtype,
+        "enable_prefix_caching": str(cache.enable_prefix_caching),
+        "gpu_memory_utilization": str(cache.gpu_memory_utilization),
+        "kv_cache_memory_bytes": str(cache.kv_cache_memory_bytes),
+        "num_gpu_blocks": str(model.num_blocks),
+        "prefix_caching_hash_algo": "sha256",
+    }
+
+
+def serve(engine_config: EngineConfig, server_config: ServerConfig, source: Source) -> int:
+    """Serve the model until SIGINT or SIGTERM; returns the exit code.
+
+    A taken port or a log that cannot be written is told at once, before the model is loaded (ConfigError). Requests
+    that run at the end get a few seconds (server.http.GRACE_S); a second signal cuts that short. The engine process
+    ends with the server in every case.
+    """
+    _configure_logging()
+    if server_config.record is not None:
+        open_log(Path(server_config.record)).close()
+    listeners = _bind(server_config.host, server_config.port)
+    model = dataclasses.replace(engine_config.model, model=str(source.folder))
+    config = dataclasses.replace(engine_config, model=model)
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner, contextlib.ExitStack() as closing:
+        for listener in listeners:
+            closing.enter_context(listener)
+        runner.run(_serve(config, server_config, source, listeners))
+    return 0
+
+
+async def _serve(
+    config: EngineConfig, server_config: ServerConfig, source: Source, listeners: list[socket.socket]
+) -> None:
+    began = time.monotonic()
+    stop = asyncio.Event()
+    ending = asyncio.create_task(stop.wait())
+    server: Server | None = None
+
+    def end() -> None:
+        if stop.is_set() and server is not None:
+            server.force_exit = True
+        stop.set()
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(number, end)
+    starting = asyncio.create_task(EngineClient.start(config))
+    loading = asyncio.create_task(asyncio.to_thread(load_text, source.folder, config))
+    try:
+        if not await _before(asyncio.gather(starting, loading), ending):
+            logger.info("ended before the engine was ready")
+            return
+        client, text = starting.result(), loading.result()
+        names = Names(config.model.served_model_name or (source.name,), source.name)
+        service = Service(client, text, names, server_config, cache_settings(config, client))
+        for warning in client.info.warnings:
+            logger.warning("%s", warning)
+        logger.info("%s", describe_pool(client.info))
+        gc.collect()
+        gc.freeze()  # what is there now stays; the collector need not look at it again
+        server = Server(build_app(service), stop, lambda: _announce(names.served, listeners[0], began))
+        try:
+            await server.serve(sockets=listeners)
+        finally:
+            await server.cancel_rest()
+            service.close()
+    finally:
+        ending.cancel()
+        await _close(starting)
+
+
+async def _before(work: asyncio.Future[Any], end: asyncio.Task[bool]) -> bool:
+    """Whether ``work`` came to its end before ``end`` did; raises what it raised."""
+    await asyncio.wait((work, end), return_when=asyncio.FIRST_COMPLETED)
+    if not work.done():
+        work.cancel()
+        return False
+    await work
+    return True
+
+
+async def _close(starting: asyncio.Task[EngineClient]) -> None:
+    starting.cancel()
+    with contextlib.suppress(asyncio.CancelledError, AnaphoraError):
+        await (await starting).close()
+
+
+def _announce(names: tuple[str, ...], listener: socket.socket, began: float) -> None:
+    host, port = listener.getsockname()[:2]
+    shown = f"[{host}]" if ":" in host else host
+    logger.info(
+        "serving %s at http://%s:%d/v1, ready after %.1f s", ", ".join(names), shown, port, time.monotonic() - began
+    )
+
+
+def _bind(host: str, port: int) -> list[socket.socket]:
+    """One socket for each address of ``host``; an address that this machine lacks is left out."""
+    bound: list[socket.socket] = []
+    try:
+        for family, kind, protocol, _, address in socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        ):
+            taken = bound[0].getsockname()[1] if bound else port
+            listener = socket.socket(family, kind, protocol)
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            if family == socket.AF_INET6:
+                listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+            try:
+                listener.bind((address[0], taken, *address[2:]))
+            except OSError as error:
+                listener.close()
+                if error.errno != errno.EADDRNOTAVAIL:
+                    raise
+            else:
+                bound.append(listener)
+    except (OSError, OverflowError) as error:
+        for listener in bound:
+            listener.close()
+        raise ConfigError(f"cannot listen on --host {host} --port {port}: {error}") from None
+    if not bound:
+        raise ConfigError(f"cannot listen on --host {host}: it is no address of this machine")
+    return bound
+
+
+def _configure_logging() -> None:
+    """To standard error; ANAPHORA_LOGGING_LEVEL (DEBUG, INFO, WARNING …) says how much."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+    for name, level in (("anaphora", os.environ.get("ANAPHORA_LOGGING_LEVEL", "INFO")), ("uvicorn", "WARNING")):
+        named = logging.getLogger(name)
+        named.handlers = [handler]
+        named.propagate = False
+        named.setLevel(level)

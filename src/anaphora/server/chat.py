@@ -1,0 +1,134 @@
+"""POST /v1/chat/completions: an answer in one piece, or as events."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from typing import Any
+
+from starlette.responses import Response
+
+from anaphora.server import responses
+from anaphora.server.answers import Answer, Choice, Piece
+from anaphora.server.protocol import ChatRequest
+from anaphora.server.service import Call, Service, public_id
+from anaphora.server.stream import ChatChunks, EventStream
+from anaphora.server.tools import ToolCall, ToolCallReader
+
+
+async def chat(service: Service, call: Call) -> Response | EventStream:
+    """The response to a call: a JSON document or an EventStream."""
+    body: ChatRequest = call.request
+    envelope: dict[str, Any] = {
+        "id": public_id(call, "chatcmpl"),
+        "object": "chat.completion.chunk" if body.stream else "chat.completion",
+        "created": call.created,
+        "model": service.model_name(body.model),
+    }
+    answers = await service.answers(call)
+    if body.stream:
+        return EventStream(_events(service, call, answers[0], envelope))
+    async with aclosing(service.run(call, answers)) as pieces:
+        async for _ in pieces:
+            pass
+    return await service.in_thread(_document, service, body, answers[0], envelope)
+
+
+def _document(service: Service, body: ChatRequest, answer: Answer, envelope: dict[str, Any]) -> Response:
+    document = envelope | {
+        "choices": [_whole(service, body, choice) for choice in answer.choices],
+        "usage": responses.usage([answer]),
+    }
+    if body.prompt_logprobs is not None and answer.done is not None:
+        tokenizer = service.text.tokenizer
+        document["prompt_logprobs"] = responses.prompt_logprobs(answer.done.prompt_logprobs, tokenizer)
+    if body.return_token_ids:
+        document["prompt_token_ids"] = answer.request.prompt_token_ids
+    return responses.json_response(document)
+
+
+def _reads_tools(service: Service, body: ChatRequest) -> bool:
+    return service.config.enable_auto_tool_choice and bool(body.tools) and body.tool_choice != "none"
+
+
+def _whole(service: Service, body: ChatRequest, choice: Choice) -> dict[str, Any]:
+    message: dict[str, Any] = {"role": "assistant", "content": choice.text}
+    finish = choice.finish_reason
+    if _reads_tools(service, body):
+        reader = ToolCallReader(only_first=body.parallel_tool_calls is False)
+        content = reader.feed(choice.text) + reader.finish()
+        if reader.calls:
+            message |= {"content": content or None, "tool_calls": [call.to_dict() for call in reader.calls]}
+            finish = "tool_calls" if finish == "stop" else finish
+    formed: dict[str, Any] = {
+        "index": choice.index,
+        "message": message,
+        "logprobs": _logprobs(service, body, choice.logprobs),
+        "finish_reason": finish,
+        "stop_reason": choice.stop_reason,
+    }
+    if body.return_token_ids:
+        formed["token_ids"] = choice.token_ids
+    return formed
+
+
+def _logprobs(service: Service, body: ChatRequest, entries: Sequence[Any] | None) -> dict[str, Any] | None:
+    if not body.logprobs:
+        return None
+    return responses.chat_logprobs(entries or (), service.text.tokenizer, body.top_logprobs or 0)
+
+
+def _delta(choice: int, delta: dict[str, Any], **more: Any) -> dict[str, Any]:
+    return {"index": choice, "delta": delta, "logprobs": None, "finish_reason": None} | more
+
+
+async def _events(
+    service: Service, call: Call, answer: Answer, envelope: dict[str, Any]
+) -> AsyncGenerator[bytes, None]:
+    body: ChatRequest = call.request
+    options = body.stream_options
+    with_usage = options is not None and bool(options.include_usage)
+    continuous = with_usage and options is not None and bool(options.continuous_usage_stats)
+    plain = not body.logprobs and not body.return_token_ids and not continuous
+    chunks = ChatChunks(envelope)
+    readers: dict[int, ToolCallReader] = {}
+    started: set[int] = set()
+
+    def full(choice: dict[str, Any], **top: Any) -> bytes:
+        return chunks.full(choice, **top, **({"usage": responses.usage([answer])} if continuous else {}))
+
+    async with aclosing(service.run(call, [answer])) as pieces:
+        async for piece in pieces:
+            if piece.choice not in started:
+                started.add(piece.choice)
+                ids = {"prompt_token_ids": answer.request.prompt_token_ids} if body.return_token_ids else {}
+                yield full(_delta(piece.choice, {"role": "assistant", "content": ""}), **ids)
+                if _reads_tools(service, body):
+                    readers[piece.choice] = ToolCallReader(only_first=body.parallel_tool_calls is False)
+            finish = piece.finish_reason
+            if reader := readers.get(piece.choice):
+                piece, calls = _read(reader, piece)
+                for number, tool_call in calls:
+                    yield full(_delta(piece.choice, {"tool_calls": [{"index": number} | tool_call.to_dict()]}))
+                if reader.calls and finish == "stop":
+                    finish = "tool_calls"
+            if plain:
+                if piece.text:
+                    yield chunks.text(piece.choice, piece.text)
+            elif piece.text or piece.token_ids:
+                more = {"token_ids": piece.token_ids} if body.return_token_ids else {}
+                logprobs = _logprobs(service, body, piece.logprobs)
+                yield full(_delta(piece.choice, {"content": piece.text}, logprobs=logprobs, **more))
+            if finish is not None:
+                yield full(_delta(piece.choice, {}, finish_reason=finish, stop_reason=piece.stop_reason))
+    if with_usage:
+        yield chunks.usage(responses.usage([answer]))
+
+
+def _read(reader: ToolCallReader, piece: Piece) -> tuple[Piece, list[tuple[int, ToolCall]]]:
+    """The piece with its plain text alone, and the tool calls that it completes, numbered."""
+    before = len(reader.calls)
+    piece.text = reader.feed(piece.text)
+    if piece.finish_reason is not None:
+        piece.text += reader.finish()
+    return piece, list(enumerate(reader.calls))[before:]

@@ -1,0 +1,218 @@
+"""What all routes share: the engine, the text side, the names, and the books of every request."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import logging
+import time
+import uuid
+from collections.abc import AsyncGenerator, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any, Protocol, TypeVar
+
+from anaphora.config import ServerConfig
+from anaphora.errors import NotFound
+from anaphora.observe.log import HitRates, LoadLog, describe_request
+from anaphora.observe.metrics import Metrics
+from anaphora.observe.record import RecordWriter, RequestRecord
+from anaphora.server import prompts
+from anaphora.server.answers import Answer, Engine, Piece, merge
+from anaphora.server.protocol import ChatRequest, CompletionRequest, sampling_params
+from anaphora.text.chat import ChatTemplate
+from anaphora.text.generation import GenerationDefaults
+from anaphora.text.tokenizer import Tokenizer
+from anaphora.types import EngineInfo, EngineStats, Request, StepResult
+
+logger = logging.getLogger("anaphora.server")
+
+R = TypeVar("R")
+
+WORKERS = 4
+"""Threads that parse, render and encode: the tokenizer releases the interpreter lock, so a few are of use."""
+
+
+class EngineFace(Engine, Protocol):
+    """What the routes need of core.client.EngineClient."""
+
+    info: EngineInfo
+    stats: EngineStats
+    dead: str | None
+    on_step: list[Callable[[StepResult], None]]
+
+    async def reset_prefix_cache(self) -> bool: ...
+
+
+@dataclass(frozen=True)
+class TextSide:
+    """Tokenizer, chat template (the model's or the one given at the start) and default sampling parameters."""
+
+    tokenizer: Tokenizer
+    template: ChatTemplate | None
+    defaults: GenerationDefaults
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One checked API request: the parsed body, the body as plain values, and the ids that the client sees.
+
+    ``arrival`` is time.monotonic() when the body was there.
+    """
+
+    request: Any
+    plain: dict[str, Any]
+    route: str
+    arrival: float
+    client_id: str | None
+    created: int = field(default_factory=lambda: int(time.time()))
+    unique: str = field(default_factory=lambda: uuid.uuid4().hex)
+
+
+@dataclass(frozen=True)
+class Names:
+    """``served`` are the model's names in the API, the first of which it answers under; ``root`` is its own."""
+
+    served: tuple[str, ...]
+    root: str
+
+
+class Service:
+    """One model behind the API. Belongs to the event loop that serves it."""
+
+    def __init__(
+        self, engine: EngineFace, text: TextSide, names: Names, config: ServerConfig, cache_config: dict[str, str]
+    ) -> None:
+        self.engine = engine
+        self.text = text
+        self.names = names.served
+        self.root = names.root
+        self.config = config
+        self.started = int(time.time())
+        self.in_flight = 0
+        self.metrics = Metrics(engine.info, self.names[0], cache_config)
+        self.recorder = RecordWriter(config.record, engine.info.model.identity) if config.record else None
+        if self.recorder is not None:
+            recorder = self.recorder
+            self.metrics.count_dropped(lambda: recorder.dropped)
+        self._rates = HitRates()
+        self._threads = ThreadPoolExecutor(WORKERS, "text")
+        self._warned_of_tools = False
+        self._load_log = LoadLog(
+            config.log_interval,
+            lambda seconds, function: asyncio.get_running_loop().call_later(seconds, function),
+            lambda: self.in_flight > 0,
+            lambda: self._rates.describe(self.metrics.totals.read()),
+        )
+        self.metrics.totals.update(engine.stats)
+        engine.on_step.append(self.metrics.step)
+
+    @property
+    def info(self) -> EngineInfo:
+        return self.engine.info
+
+    def close(self) -> None:
+        self._load_log.close()
+        self._threads.shutdown(wait=False, cancel_futures=True)
+        if self.recorder is not None:
+            self.recorder.close()
+
+    async def in_thread(self, function: Callable[..., R], *args: Any) -> R:
+        """Run what takes long (parsing, rendering, encoding) beside the event loop."""
+        return await asyncio.get_running_loop().run_in_executor(self._threads, function, *args)
+
+    def model_name(self, asked: str | None) -> str:
+        """The name to answer under; NotFound for a model that is not served."""
+        if asked is not None and asked not in self.names:
+            raise NotFound(
+                f"the model {asked!r:.200} does not exist; this server has {', '.join(self.names)}", param="model"
+            )
+        return asked or self.names[0]
+
+    # --- from a body to running answers -----------------------------------------------------------------------------
+
+    async def answers(self, call: Call) -> list[Answer]:
+        """The prompts of a call as engine requests that have not started yet."""
+        ready = await self.in_thread(self._engine_requests, call)
+        answers: list[Answer] = []
+        for prompt, request in ready:
+            first = len(answers) * request.sampling.n
+            answers.append(Answer(request, prompt, self.text.tokenizer, first, scores_only=_scores_only(call)))
+        return answers
+
+    def run(self, call: Call, answers: Sequence[Answer]) -> AsyncGenerator[Piece, None]:
+        """Start the answers and give their pieces as they come."""
+        self._load_log.touch()
+        about: dict[str, Any] = {
+            "model": self.names[0],
+            "route": call.route,
+            "block_size": self.info.model.block_size,
+            "body": self._recorded_body(call.plain),
+        }
+        streams = [answer.pieces(self.engine, self, about) for answer in answers]
+        return streams[0] if len(streams) == 1 else merge(streams)
+
+    def _engine_requests(self, call: Call) -> list[tuple[prompts.Prompt, Request]]:
+        body: ChatRequest | CompletionRequest = call.request
+        tokenizer, defaults = self.text.tokenizer, self.text.defaults
+        sampling = sampling_params(body, defaults.sampling)
+        sampling.check_vocabulary(self.info.model.vocab_size)
+        if isinstance(body, ChatRequest):
+            self._warn_of_tools(body)
+            limit = self.info.max_model_len if body.truncate_prompt_tokens is None else None
+            given = [prompts.chat_prompt(body, tokenizer, self.text.template, limit)]
+        else:
+            given = prompts.completion_prompts(body, tokenizer, self.info.max_model_len)
+        ready = []
+        for index, prompt in enumerate(given):
+            prompt, max_tokens = prompts.fit(prompt, sampling, body, self.info)
+            request = Request(
+                id=f"{internal_id(call)}-{index}" if len(given) > 1 else internal_id(call),
+                prompt_token_ids=prompt.token_ids,
+                sampling=dataclasses.replace(sampling, max_tokens=max_tokens),
+                arrival=call.arrival,
+                eos_token_ids=defaults.eos_token_ids,
+                cache_salt=body.cache_salt,
+            )
+            ready.append((prompt, request))
+        return ready
+
+    def _warn_of_tools(self, body: ChatRequest) -> None:
+        template = self.text.template
+        if body.tools and template is not None and template.drops_tools and not self._warned_of_tools:
+            self._warned_of_tools = True
+            logger.warning("requests give tools, but the chat template leaves them out: the model never sees them")
+
+    def _recorded_body(self, plain: dict[str, Any]) -> dict[str, Any] | None:
+        """The body for the log; the salt never gets there."""
+        if self.recorder is None or not self.config.record_prompts:
+            return None
+        return {name: value for name, value in plain.items() if name != "cache_salt"}
+
+    # --- what answers report (server.answers.Observer) --------------------------------------------------------------
+
+    def prompt_done(self, prompt_tokens: int, cached_tokens: int) -> None:
+        self._rates.add(prompt_tokens, cached_tokens)
+
+    def token_gap(self, seconds: float) -> None:
+        self.metrics.token_gap(seconds)
+
+    def finished(self, record: RequestRecord, request: Request, longest: int) -> None:
+        self.metrics.request(record, max_tokens=request.sampling.max_tokens or 0, longest=longest)
+        logger.info("%s", describe_request(record))
+        if self.recorder is not None:
+            self.recorder.write(record, request)
+
+
+def _scores_only(call: Call) -> bool:
+    return isinstance(call.request, CompletionRequest) and call.request.max_tokens == 0
+
+
+def public_id(call: Call, kind: str) -> str:
+    """The id in the answer: the client's own where it gave one."""
+    return f"{kind}-{call.client_id or call.unique}"
+
+
+def internal_id(call: Call) -> str:
+    """The engine's id, never the client's: two running requests may carry the same id of a client."""
+    return f"{'chatcmpl' if isinstance(call.request, ChatRequest) else 'cmpl'}-{call.unique}"

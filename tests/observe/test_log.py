@@ -1,0 +1,81 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from anaphora.observe.log import HitRates, LoadLog, describe_pool, describe_request
+from anaphora.observe.record import RequestRecord
+from anaphora.types import EngineInfo, EngineStats, ModelInfo
+
+
+def test_the_start_line_says_what_fits() -> None:
+    info = EngineInfo(ModelInfo("m", "id", 100, 4096, 1001, 16, 2**20, "f", "f", "cpu"), 4000)
+    line = describe_pool(info)
+    assert "num_gpu_blocks=1001" in line
+    assert "block_size=16" in line
+    assert "16,000 tokens fit" in line
+    assert "4.00 requests of the full 4,000 tokens" in line
+
+
+def test_a_request_line_gives_the_reason_of_a_miss_only() -> None:
+    record = RequestRecord(
+        time=0.0, block_size=16, id="a", model="m", prompt_tokens=9, cached_tokens=4, reason="diverged", detail="at 4"
+    )
+    assert "4 cached (diverged: at 4)" in describe_request(record)
+    record.reason = "hit"
+    assert "4 cached;" in describe_request(record)
+    assert "no token" in describe_request(record)
+
+
+def test_rates_are_of_the_last_requests_and_say_so() -> None:
+    rates = HitRates(last=2)
+    rates.add(1000, 0)
+    rates.add(100, 90)
+    rates.add(100, 0)
+    stats = EngineStats(queries=1200, hits=90, requests=3, requests_hit=1, running=2, waiting=1, total_blocks=10)
+    line = rates.describe(stats)
+    assert "last 2 requests: 45.0% of prompt tokens, 50.0% of requests" in line
+    assert "since the start: 7.5% of tokens, 33.3% of requests" in line
+    assert "running 2, waiting 1" in line
+
+
+def test_nothing_divides_by_zero_before_the_first_request() -> None:
+    assert "–" in HitRates().describe(EngineStats())
+
+
+class Clock:
+    """call_later without time: ``fire`` runs what is due."""
+
+    def __init__(self) -> None:
+        self.due: list[Callable[[], None]] = []
+
+    def call_later(self, seconds: float, function: Callable[[], None]) -> Clock:
+        self.due.append(function)
+        return self
+
+    def fire(self) -> None:
+        self.due.pop()()
+
+    def cancel(self) -> None:
+        self.due.clear()
+
+
+def test_the_timer_runs_only_while_there_is_work(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", logger="anaphora.server")
+    clock = Clock()
+    busy = True
+    log = LoadLog(10.0, clock.call_later, lambda: busy, lambda: "rates")
+    assert not clock.due
+    log.touch()
+    log.touch()
+    assert len(clock.due) == 1
+    clock.fire()
+    assert len(clock.due) == 1
+    busy = False
+    clock.fire()
+    assert not clock.due
+    assert caplog.text.count("rates") == 2
+    log.touch()
+    log.close()
+    assert not clock.due

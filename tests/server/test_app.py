@@ -1,0 +1,278 @@
+"""The whole server over real sockets: HTTP clients, the engine process, signals. The model is a fake runner's."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import json
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import httpx
+import openai
+import psutil
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from anaphora.config import EngineConfig, ModelConfig, ServerConfig
+from anaphora.errors import ConfigError
+from anaphora.observe.record import read
+from anaphora.server.app import load_text, serve
+from tests.support.servers import FakeSource, RunningServer, environment, fake_command, fake_server
+from tests.support.tokenizers import write_tokenizer
+
+SLOW = "tests.support.runners:load_slow"
+HI = [{"role": "user", "content": "hi"}]
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
+    folder = tmp_path_factory.mktemp("server")
+    record = str(folder / "log.jsonl")
+    with fake_server(folder / "model", api_key=["key"], record=record, max_body_bytes=100_000) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def slow_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
+    with fake_server(tmp_path_factory.mktemp("slow"), SLOW) as running:
+        yield running
+
+
+@pytest.fixture
+def client(server: RunningServer) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="key", max_retries=0) as client:
+        yield client
+
+
+def metric(url: str, name: str) -> float:
+    page = httpx.get(f"{url}/metrics").text
+    families = text_string_to_metric_families(page)
+    return sum(sample.value for family in families for sample in family.samples if sample.name == name)
+
+
+def until(condition: Callable[[], bool]) -> None:
+    """Wait for what must come; the test's time limit is the only deadline."""
+    while not condition():
+        time.sleep(0.02)
+
+
+def test_the_start_says_what_fits(server: RunningServer) -> None:
+    start = "".join(server.log)
+    assert "num_gpu_blocks=256, block_size=16, 4,080 tokens fit" in start
+    assert "1.00 requests of the full 4,080 tokens fit at once" in start
+
+
+def test_chat_with_the_openai_client(client: openai.OpenAI) -> None:
+    whole = client.chat.completions.create(model="tiny", messages=HI, max_tokens=12, seed=1)
+    again = client.chat.completions.create(model="tiny", messages=HI, max_tokens=12, seed=1)
+    assert whole.choices[0].message.content == again.choices[0].message.content
+    assert again.usage.prompt_tokens_details.cached_tokens == again.usage.prompt_tokens - 1
+    chunks = list(
+        client.chat.completions.create(
+            model="tiny", messages=HI, max_tokens=12, seed=1, stream=True, stream_options={"include_usage": True}
+        )
+    )
+    text = "".join(choice.delta.content or "" for chunk in chunks for choice in chunk.choices)
+    assert text == whole.choices[0].message.content
+    assert chunks[-1].usage == again.usage
+    assert [chunk.usage for chunk in chunks[:-1]] == [None] * (len(chunks) - 1)
+
+
+def test_choices_and_echo_with_the_openai_client(client: openai.OpenAI) -> None:
+    chat = client.chat.completions.create(model="tiny", messages=HI, n=3, max_tokens=4)
+    assert [choice.index for choice in chat.choices] == [0, 1, 2]
+    assert chat.usage.completion_tokens == 12
+    text = client.completions.create(model="tiny", prompt=["one", "two"], echo=True, logprobs=1, max_tokens=3)
+    for choice, prompt in zip(text.choices, ("one", "two"), strict=True):
+        assert choice.text.startswith(prompt)
+        assert len(choice.logprobs.tokens) == 6
+        assert choice.logprobs.token_logprobs[0] is None
+
+
+def test_errors_with_the_openai_client(server: RunningServer, client: openai.OpenAI) -> None:
+    with pytest.raises(openai.BadRequestError) as refused:
+        client.chat.completions.create(model="tiny", messages=HI, temperature=9e9)
+    assert refused.value.param == "temperature"
+    with pytest.raises(openai.NotFoundError):
+        client.chat.completions.create(model="other", messages=HI)
+    with pytest.raises(openai.BadRequestError, match="maximum context length is 4080"):
+        client.completions.create(model="tiny", prompt=[1] * 5000)
+    stranger = openai.OpenAI(base_url=f"{server.url}/v1", api_key="wrong", max_retries=0)
+    with pytest.raises(openai.AuthenticationError):
+        stranger.models.list()
+    stranger.close()
+    assert client.models.list().data[0].id == "tiny"
+
+
+def test_a_large_body_gets_its_answer_not_a_broken_pipe(server: RunningServer) -> None:
+    headers = {"authorization": "Bearer key"}
+    big = {"prompt": "x" * 10_000_000}
+    response = httpx.post(f"{server.url}/v1/completions", json=big, headers=headers)
+    assert response.status_code == 413
+    chunked = (b"x" * 65_536 for _ in range(100))
+    response = httpx.post(f"{server.url}/v1/completions", content=chunked, headers=headers)
+    assert response.status_code == 413
+
+
+def test_an_endless_head_is_cut_off(server: RunningServer) -> None:
+    host, port = server.url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port))) as connection:
+        connection.settimeout(30)
+        connection.sendall(b"GET /health HTTP/1.1\r\nx: ")
+        answer = b""
+        try:
+            for _ in range(200):
+                connection.sendall(b"a" * 10_000)
+            answer = connection.recv(1000)
+        except ConnectionError:
+            pass
+        assert not answer or answer.startswith(b"HTTP/1.1 400")
+    assert httpx.get(f"{server.url}/health").status_code == 200
+
+
+def test_what_usage_metrics_and_log_say_is_the_same(server: RunningServer, client: openai.OpenAI) -> None:
+    names = ("vllm:prefix_cache_queries_total", "vllm:prefix_cache_hits_total", "vllm:generation_tokens_total")
+    until(lambda: metric(server.url, "vllm:num_requests_running") == 0)
+    before = [metric(server.url, name) for name in names]
+    already = metric(server.url, "vllm:request_success_total")
+    # The same cold prompt many times at once: whoever waits for the first one's computation has it from the cache.
+    body = {"model": "tiny", "prompt": "the same beginning for everybody " * 20, "max_tokens": 3}
+    with concurrent.futures.ThreadPoolExecutor(16) as pool:
+        answers = list(pool.map(lambda _: client.completions.create(**body), range(16)))
+    usages = [answer.usage for answer in answers]
+    until(lambda: metric(server.url, "vllm:request_success_total") == already + 16)
+    until(lambda: metric(server.url, "vllm:num_requests_running") == 0)
+    prompts, cached, generated = (metric(server.url, name) - b for name, b in zip(names, before, strict=True))
+    assert prompts == sum(usage.prompt_tokens for usage in usages)
+    assert cached == sum(usage.prompt_tokens_details.cached_tokens for usage in usages)
+    assert generated == sum(usage.completion_tokens for usage in usages)
+    computed = prompts - cached
+    assert computed < 2 * usages[0].prompt_tokens
+    log = Path(json.loads(server.process.args[-1])["record"])  # type: ignore[arg-type,index,misc]
+    until(lambda: len(list(read(log))) == metric(server.url, "vllm:request_success_total"))
+    last = list(read(log))[-16:]
+    assert sum(record.cached_tokens for record in last) == cached
+    assert {record.finish for record in last} == {"length"}
+    assert all(record.body is None for record in last)
+    assert len({tuple(record.block_hashes) for record in last}) == 1
+    assert len(last[0].block_hashes) == usages[0].prompt_tokens // 16
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+def test_clients_that_leave_free_their_blocks(slow_server: RunningServer, streamed: bool) -> None:
+    url = slow_server.url
+    body = {"prompt": "a long novel", "max_tokens": 3000, "ignore_eos": True, "stream": streamed}
+    for _ in range(5):
+        if streamed:
+            with httpx.stream("POST", f"{url}/v1/completions", json=body) as response:
+                lines = response.iter_lines()
+                for _ in range(5):
+                    next(lines)
+        else:
+            with pytest.raises(httpx.ReadTimeout):
+                httpx.post(f"{url}/v1/completions", json=body, timeout=0.2)
+    until(lambda: metric(url, "vllm:num_requests_running") == 0)
+    until(lambda: httpx.get(f"{url}/load").json() == {"server_load": 0})
+    assert httpx.post(f"{url}/reset_prefix_cache").json() == {"reset": True}
+    assert metric(url, "anaphora:kv_blocks_free") == metric(url, "anaphora:kv_blocks")
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["SIGINT", "SIGTERM"])
+def test_a_signal_ends_server_and_engine_under_load(tmp_path: Path, number: signal.Signals) -> None:
+    with fake_server(tmp_path / "model", SLOW) as running:
+        engines = psutil.Process(running.process.pid).children(recursive=True)
+        body = {"prompt": "x", "max_tokens": 4000, "ignore_eos": True, "stream": True}
+        with httpx.stream("POST", f"{running.url}/v1/completions", json=body, timeout=30) as response:
+            next(response.iter_lines())
+            running.process.send_signal(number)
+            running.process.send_signal(number)  # the second one does not wait for the request
+            assert running.process.wait(20) == 0
+        gone, alive = psutil.wait_procs(engines, 10)
+        assert gone
+        assert not alive
+
+
+def test_a_short_request_is_served_to_its_end_after_the_signal(tmp_path: Path) -> None:
+    with fake_server(tmp_path / "model", SLOW) as running:
+        body = {"prompt": "x", "max_tokens": 50, "ignore_eos": True, "stream": True, "return_token_ids": True}
+        with httpx.stream("POST", f"{running.url}/v1/completions", json=body, timeout=30) as response:
+            lines = response.iter_lines()
+            first = next(lines)
+            running.process.send_signal(signal.SIGTERM)
+            rest = [line for line in lines if line]
+        assert rest[-1] == "data: [DONE]"
+        chunks = [json.loads(line.removeprefix("data: ")) for line in (first, *rest[:-1])]
+        assert sum(len(c.get("token_ids", [])) for chunk in chunks for c in chunk["choices"]) == 50
+        assert running.process.wait(20) == 0
+
+
+def test_a_signal_while_the_model_loads_ends_both(tmp_path: Path) -> None:
+    command = fake_command(tmp_path / "model", "tests.support.runners:load_for_ever")
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment()) as process:
+        assert process.stderr is not None
+        assert "loading\n" in iter(process.stderr.readline, "")
+        children = psutil.Process(process.pid).children(recursive=True)
+        assert children
+        process.send_signal(signal.SIGINT)
+        assert process.wait(30) == 0
+        assert not psutil.wait_procs(children, 10)[1]
+
+
+def test_a_killed_engine_is_told_to_everybody(tmp_path: Path) -> None:
+    with fake_server(tmp_path / "model", SLOW) as running:
+        body = {"prompt": "x", "max_tokens": 4000, "ignore_eos": True, "stream": True}
+        with httpx.stream("POST", f"{running.url}/v1/completions", json=body, timeout=30) as response:
+            lines = response.iter_lines()
+            next(lines)
+            for child in psutil.Process(running.process.pid).children():
+                if "core.process" in " ".join(child.cmdline()):
+                    child.kill()
+            rest = [line for line in lines if line]
+        assert "SIGKILL" in json.loads(rest[-2].removeprefix("data: "))["error"]["message"]
+        assert rest[-1] == "data: [DONE]"
+        health = httpx.get(f"{running.url}/health")
+        assert health.status_code == 503
+        assert "SIGKILL" in health.json()["error"]["message"]
+        answer = httpx.post(f"{running.url}/v1/completions", json={"prompt": "x"})
+        assert answer.status_code == 503
+        assert running.stop() == 0
+
+
+def test_a_taken_port_is_told_before_the_model_is_loaded(tmp_path: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(ConfigError, match=f"--port {port}"):
+            serve(EngineConfig(), ServerConfig(host="127.0.0.1", port=port), FakeSource(tmp_path))
+
+
+def test_a_log_that_cannot_be_written_is_told_before_the_model_is_loaded(tmp_path: Path) -> None:
+    config = ServerConfig(host="127.0.0.1", port=0, record=str(tmp_path / "absent" / "log.jsonl"))
+    with pytest.raises(ConfigError, match="--record"):
+        serve(EngineConfig(), config, FakeSource(tmp_path))
+
+
+@pytest.mark.parametrize("as_file", [False, True])
+def test_the_template_of_the_flag_replaces_the_models(tmp_path: Path, as_file: bool) -> None:
+    write_tokenizer(tmp_path, 300)
+    template = "{{ messages[0].content }}!"
+    (tmp_path / "own.jinja").write_text(template)
+    given = str(tmp_path / "own.jinja") if as_file else template
+    text = load_text(tmp_path, EngineConfig(ModelConfig(chat_template=given)))
+    assert text.template is not None
+    assert text.template.render(HI) == "hi!"
+    with pytest.raises(ConfigError, match="--chat-template"):
+        load_text(tmp_path, EngineConfig(ModelConfig(chat_template=str(tmp_path / "absent"))))
+
+
+def test_a_model_that_cannot_be_served_ends_the_start(tmp_path: Path) -> None:
+    with (
+        pytest.raises(AssertionError, match="sundial"),
+        fake_server(tmp_path / "m", "tests.support.runners:load_refused"),
+    ):
+        pass

@@ -1,0 +1,85 @@
+"""Body limits and clients that leave, at the level of ASGI messages."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.servers import Bench, scripted
+
+pytestmark = pytest.mark.anyio
+
+
+@pytest.mark.parametrize("chunked", [False, True])
+async def test_a_body_over_the_limit_is_413(tmp_path: Path, chunked: bool) -> None:
+    async with scripted(tmp_path, max_body_bytes=1000) as bench:
+        content = json.dumps({"prompt": "x" * 1000}).encode()
+
+        async def parts() -> AsyncIterator[bytes]:
+            for start in range(0, len(content), 100):
+                yield content[start : start + 100]
+
+        response = await bench.client.post("/v1/completions", content=parts() if chunked else content)
+        assert response.status_code == 413
+        assert "1000 bytes" in response.json()["error"]["message"]
+        assert response.headers["connection"] == "close"
+        assert (await bench.client.post("/v1/completions", json={"prompt": "x"})).status_code == 200
+
+
+async def leave(bench: Bench, body: dict[str, Any], after_chunks: int | None) -> list[dict[str, Any]]:
+    """Send a request and disconnect: after some chunks of the answer, or once the engine works on it."""
+    sent: list[dict[str, Any]] = []
+    gone = asyncio.Event()
+    messages = iter([{"type": "http.request", "body": json.dumps(body).encode()}])
+
+    async def receive() -> dict[str, Any]:
+        if (message := next(messages, None)) is not None:
+            return message
+        await gone.wait()
+        return {"type": "http.disconnect"}
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+        if after_chunks is not None and len(sent) > after_chunks:
+            gone.set()
+            await asyncio.sleep(0)
+
+    scope = {
+        "type": "http",
+        "method": "POST",
+        "path": "/v1/completions",
+        "raw_path": b"/v1/completions",
+        "query_string": b"",
+        "root_path": "",
+        "headers": [],
+    }
+    call = asyncio.ensure_future(bench.app(scope, receive, send))  # type: ignore[arg-type]
+    if after_chunks is None:
+        while not bench.engine.running:
+            await asyncio.sleep(0)
+        gone.set()
+    await asyncio.wait_for(call, 5)
+    return sent
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+async def test_a_client_that_leaves_while_it_waits_ends_its_request(bench: Bench, streamed: bool) -> None:
+    bench.engine.hold = asyncio.Event()  # never set: the request would wait for ever
+    for _ in range(20):
+        await leave(bench, {"prompt": "x", "stream": streamed}, None)
+    assert len(bench.engine.aborted) == 20
+    assert not bench.engine.running
+    assert bench.service.in_flight == 0
+
+
+async def test_a_client_that_leaves_a_stream_ends_its_request(tmp_path: Path) -> None:
+    async with scripted(tmp_path, "a" * 400) as bench:
+        sent = await leave(bench, {"prompt": ["x", "y"], "stream": True, "max_tokens": 400}, 5)
+        assert len(sent) < 50
+        assert len(bench.engine.aborted) == 2
+        assert not bench.engine.running

@@ -1,0 +1,140 @@
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from anaphora.observe.record import read
+from tests.support.servers import Bench, scripted
+
+pytestmark = pytest.mark.anyio
+
+HI = [{"role": "user", "content": "hi"}]
+
+
+async def test_models(bench: Bench) -> None:
+    listed = (await bench.client.get("/v1/models")).json()
+    assert [card["id"] for card in listed["data"]] == ["tiny", "alias"]
+    assert {card["root"] for card in listed["data"]} == {"org/tiny"}
+    assert (await bench.client.get("/v1/models/alias")).json() == listed["data"][1]
+    assert (await bench.client.get("/v1/models/other")).status_code == 404
+
+
+async def test_tokenize_and_back(bench: Bench) -> None:
+    answer = (await bench.client.post("/tokenize", json={"prompt": "né", "return_token_strs": True})).json()
+    assert answer["count"] == len(answer["tokens"]) == 3
+    assert answer["max_model_len"] == 512
+    assert answer["token_strs"] == ["n", "\ufffd", "\ufffd"]
+    back = await bench.client.post("/detokenize", json={"tokens": answer["tokens"]})
+    assert back.json() == {"prompt": "né"}
+
+
+async def test_tokenized_messages_are_what_a_chat_computes(bench: Bench) -> None:
+    tokens = (await bench.client.post("/tokenize", json={"messages": HI})).json()["tokens"]
+    await bench.client.post("/v1/chat/completions", json={"messages": HI})
+    assert tuple(tokens) == bench.engine.seen[-1].prompt_token_ids
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/tokenize", {}),
+        ("/tokenize", {"prompt": "x", "messages": HI}),
+        ("/tokenize", {"messages": []}),
+        ("/detokenize", {}),
+        ("/detokenize", {"tokens": [10**6]}),
+        ("/detokenize", {"tokens": [-1]}),
+        ("/detokenize", {"tokens": "x"}),
+    ],
+)
+async def test_wrong_bodies(bench: Bench, path: str, body: dict[str, object]) -> None:
+    response = await bench.client.post(path, json=body)
+    assert response.status_code == 400
+    assert response.json()["error"]["message"]
+
+
+async def test_small_routes(bench: Bench) -> None:
+    assert (await bench.client.get("/ping")).status_code == 200
+    assert (await bench.client.post("/ping")).status_code == 200
+    assert (await bench.client.get("/version")).json()["version"]
+    assert (await bench.client.get("/load")).json() == {"server_load": 0}
+
+
+async def test_reset_says_whether_it_did(bench: Bench) -> None:
+    assert (await bench.client.post("/reset_prefix_cache")).json() == {"reset": True}
+    bench.engine.hold = asyncio.Event()
+    running = asyncio.create_task(bench.client.post("/v1/completions", json={"prompt": "x"}))
+    while not bench.engine.running:
+        await asyncio.sleep(0)
+    assert (await bench.client.get("/load")).json() == {"server_load": 1}
+    refused = await bench.client.post("/reset_prefix_cache")
+    assert refused.status_code == 409
+    assert refused.json()["reset"] is False
+    assert "running" in refused.json()["error"]["message"]
+    bench.engine.hold.set()
+    assert (await running).status_code == 200
+    assert (await bench.client.post("/reset_prefix_cache")).json() == {"reset": True}
+
+
+async def test_finished_requests_are_in_the_metrics_once(bench: Bench) -> None:
+    await bench.client.post("/v1/completions", json={"prompt": ["a", "b"], "n": 2, "max_tokens": 3})
+    await bench.client.post("/v1/completions", json={"prompt": "a", "stop": ["lo"]})
+    page = await bench.client.get("/metrics")
+    samples = {
+        (sample.name, sample.labels.get("finished_reason")): sample.value
+        for family in text_string_to_metric_families(page.text)
+        for sample in family.samples
+        if "le" not in sample.labels
+    }
+    assert samples["vllm:request_success_total", "length"] == 2
+    assert samples["vllm:request_success_total", "stop"] == 1
+    assert samples["vllm:request_generation_tokens_sum", None] == 12 + 5
+    assert samples["vllm:request_prompt_tokens_count", None] == 3
+    open_metrics = await bench.client.get("/metrics", headers={"accept": "application/openmetrics-text"})
+    assert open_metrics.headers["content-type"].startswith("application/openmetrics-text")
+    assert open_metrics.text.endswith("# EOF\n")
+
+
+async def test_bodies_are_recorded_only_on_request_and_never_the_salt(tmp_path: Path) -> None:
+    body = {"prompt": "secret plan", "cache_salt": "salt of tenant", "max_tokens": 2}
+    for record_prompts in (False, True):
+        log = tmp_path / f"{record_prompts}.jsonl"
+        async with scripted(tmp_path / "model", record=str(log), record_prompts=record_prompts) as bench:
+            await bench.client.post("/v1/completions", json=body)
+        (record,) = read(log)
+        assert (record.prompt_tokens, record.output_tokens, record.finish) == (11, 2, "length")
+        assert (record.route, record.block_size, record.reason) == ("/v1/completions", 16, "cold")
+        assert record.salt
+        assert "salt of tenant" not in log.read_text()
+        assert (record.body is not None) is record_prompts
+        assert ("secret plan" in log.read_text()) is record_prompts
+
+
+async def test_one_line_a_request(bench: Bench, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", logger="anaphora.server")
+    bench.engine.cached = 1
+    await bench.client.post("/v1/completions", json={"prompt": "Say", "max_tokens": 2})
+    lines = [record.getMessage() for record in caplog.records if "prompt 3 tokens" in record.getMessage()]
+    assert len(lines) == 1
+    assert "1 cached" in lines[0]
+    assert "queue 0.250 s, prefill 0.500 s" in lines[0]
+    assert "output 2 tokens" in lines[0]
+
+
+async def test_keys_guard_all_but_the_probes(tmp_path: Path) -> None:
+    async with scripted(tmp_path, api_key=("first", "sécond")) as bench:
+        for path in ("/health", "/ping", "/version", "/metrics", "/load"):
+            assert (await bench.client.get(path)).status_code == 200
+        body = {"prompt": "x"}
+        wrong = [None, "Bearer other", "Bearer ", "first", "Basic first", "Bearer \u00ff".encode("latin-1")]
+        for header in wrong:
+            headers = {} if header is None else {"authorization": header}
+            response = await bench.client.post("/v1/completions", json=body, headers=headers)
+            assert response.status_code == 401
+            assert response.json()["error"]["type"] == "invalid_api_key"
+        assert not bench.engine.seen
+        assert (await bench.client.get("/v1/models")).status_code == 401
+        good = await bench.client.post("/v1/completions", json=body, headers={"authorization": "bearer first"})
+        assert good.status_code == 200
