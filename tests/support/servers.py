@@ -74,7 +74,7 @@ class ScriptedEngine:
             for step, token in enumerate((*self.reply, self.eos)):
                 for choice in list(left):
                     yield self._update(request, choice, step, token)
-                    if token == self.eos or step + 1 == request.sampling.max_tokens:
+                    if token == self.eos or step + 1 >= (request.sampling.max_tokens or 0):
                         left.pop(choice, None)
                 if not left:
                     return
@@ -97,7 +97,7 @@ class ScriptedEngine:
         finish = None
         if token == self.eos:
             finish = FinishReason.STOP
-        elif step + 1 == sampling.max_tokens:
+        elif step + 1 >= (sampling.max_tokens or 0):
             finish = FinishReason.LENGTH
         logprobs = None
         if sampling.logprobs is not None:
@@ -107,7 +107,8 @@ class ScriptedEngine:
             length = len(request.prompt_token_ids)
             report = CacheReport(length, self.cached, "hit" if self.cached else "cold")
             done = PromptDone(report, 0.25, 0.0, 0.5, self._prompt_scores(request))
-        return SequenceUpdate(request.id, choice, (token,), now, logprobs, done, finish)
+        tokens = (token,) if sampling.max_tokens else ()
+        return SequenceUpdate(request.id, choice, tokens, now, logprobs if tokens else None, done, finish)
 
     def _prompt_scores(self, request: Request) -> tuple[TokenLogprobs | None, ...] | None:
         top = request.sampling.prompt_logprobs

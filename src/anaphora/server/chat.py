@@ -4,16 +4,19 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
+from dataclasses import replace
 from typing import Any
 
 from starlette.responses import Response
 
 from anaphora.server import responses
-from anaphora.server.answers import Answer, Choice, Piece
+from anaphora.server.answers import Answer
 from anaphora.server.protocol import ChatRequest
 from anaphora.server.service import Call, Service, public_id
 from anaphora.server.stream import ChatChunks, EventStream
 from anaphora.server.tools import ToolCall, ToolCallReader
+from anaphora.text.assemble import ChoiceDelta
+from anaphora.types import CompletionOutput
 
 
 async def chat(service: Service, call: Call) -> Response | EventStream:
@@ -51,7 +54,7 @@ def _reads_tools(service: Service, body: ChatRequest) -> bool:
     return service.config.enable_auto_tool_choice and bool(body.tools) and body.tool_choice != "none"
 
 
-def _whole(service: Service, body: ChatRequest, choice: Choice) -> dict[str, Any]:
+def _whole(service: Service, body: ChatRequest, choice: CompletionOutput) -> dict[str, Any]:
     message: dict[str, Any] = {"role": "assistant", "content": choice.text}
     finish = choice.finish_reason
     if _reads_tools(service, body):
@@ -99,36 +102,36 @@ async def _events(
 
     async with aclosing(service.run(call, [answer])) as pieces:
         async for piece in pieces:
-            if piece.choice not in started:
-                started.add(piece.choice)
+            if piece.index not in started:
+                started.add(piece.index)
                 ids = {"prompt_token_ids": answer.request.prompt_token_ids} if body.return_token_ids else {}
-                yield full(_delta(piece.choice, {"role": "assistant", "content": ""}), **ids)
+                yield full(_delta(piece.index, {"role": "assistant", "content": ""}), **ids)
                 if _reads_tools(service, body):
-                    readers[piece.choice] = ToolCallReader(only_first=body.parallel_tool_calls is False)
+                    readers[piece.index] = ToolCallReader(only_first=body.parallel_tool_calls is False)
             finish = piece.finish_reason
-            if reader := readers.get(piece.choice):
+            if reader := readers.get(piece.index):
                 piece, calls = _read(reader, piece)
                 for number, tool_call in calls:
-                    yield full(_delta(piece.choice, {"tool_calls": [{"index": number} | tool_call.to_dict()]}))
+                    yield full(_delta(piece.index, {"tool_calls": [{"index": number} | tool_call.to_dict()]}))
                 if reader.calls and finish == "stop":
                     finish = "tool_calls"
             if plain:
                 if piece.text:
-                    yield chunks.text(piece.choice, piece.text)
+                    yield chunks.text(piece.index, piece.text)
             elif piece.text or piece.token_ids:
                 more = {"token_ids": piece.token_ids} if body.return_token_ids else {}
                 logprobs = _logprobs(service, body, piece.logprobs)
-                yield full(_delta(piece.choice, {"content": piece.text}, logprobs=logprobs, **more))
+                yield full(_delta(piece.index, {"content": piece.text}, logprobs=logprobs, **more))
             if finish is not None:
-                yield full(_delta(piece.choice, {}, finish_reason=finish, stop_reason=piece.stop_reason))
+                yield full(_delta(piece.index, {}, finish_reason=finish, stop_reason=piece.stop_reason))
     if with_usage:
         yield chunks.usage(responses.usage([answer]))
 
 
-def _read(reader: ToolCallReader, piece: Piece) -> tuple[Piece, list[tuple[int, ToolCall]]]:
+def _read(reader: ToolCallReader, piece: ChoiceDelta) -> tuple[ChoiceDelta, list[tuple[int, ToolCall]]]:
     """The piece with its plain text alone, and the tool calls that it completes, numbered."""
     before = len(reader.calls)
-    piece.text = reader.feed(piece.text)
+    text = reader.feed(piece.text)
     if piece.finish_reason is not None:
-        piece.text += reader.finish()
-    return piece, list(enumerate(reader.calls))[before:]
+        text += reader.finish()
+    return replace(piece, text=text), list(enumerate(reader.calls))[before:]

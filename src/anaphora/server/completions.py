@@ -9,12 +9,13 @@ from typing import Any
 from starlette.responses import Response
 
 from anaphora.server import responses
-from anaphora.server.answers import Answer, Choice, Piece
+from anaphora.server.answers import Answer
 from anaphora.server.protocol import CompletionRequest
 from anaphora.server.service import Call, Service, public_id
 from anaphora.server.stream import CompletionChunks, EventStream
+from anaphora.text.assemble import ChoiceDelta
 from anaphora.text.tokenizer import Tokenizer
-from anaphora.types import TokenLogprobs
+from anaphora.types import CompletionOutput, TokenLogprobs
 
 
 async def complete(service: Service, call: Call) -> Response | EventStream:
@@ -51,11 +52,11 @@ class Form:
         choices = [self.whole(answer, choice) for answer in answers for choice in answer.choices]
         return responses.json_response(envelope | {"choices": choices, "usage": responses.usage(answers)})
 
-    def whole(self, answer: Answer, choice: Choice) -> dict[str, Any]:
+    def whole(self, answer: Answer, choice: CompletionOutput) -> dict[str, Any]:
         ids: list[int] = choice.token_ids
         text = choice.text
         token_ids: Sequence[int] = ids
-        entries: Sequence[TokenLogprobs | None] = choice.logprobs
+        entries: Sequence[TokenLogprobs | None] = choice.logprobs or ()
         if self.body.echo:
             text = self.prompt_text(answer) + text
             token_ids = [*answer.request.prompt_token_ids, *ids]
@@ -111,32 +112,32 @@ async def _events(
 
     async with aclosing(service.run(call, answers)) as pieces:
         async for piece in pieces:
-            answer = answers[piece.choice // n]
-            if piece.choice not in offsets:
-                offsets[piece.choice] = 0
+            answer = answers[piece.index // n]
+            if piece.index not in offsets:
+                offsets[piece.index] = 0
                 if body.echo:
-                    chunk = await service.in_thread(form.echoed, answer, piece.choice)
-                    offsets[piece.choice] = _end(chunk)
+                    chunk = await service.in_thread(form.echoed, answer, piece.index)
+                    offsets[piece.index] = _end(chunk)
                     yield full(chunk)
                 if body.return_token_ids:
                     ids = {"prompt_token_ids": answer.request.prompt_token_ids, "token_ids": []}
-                    yield full(_chunk(piece.choice, "", None) | ids)
+                    yield full(_chunk(piece.index, "", None) | ids)
             if plain:
                 if piece.text:
-                    yield chunks.text(piece.choice, piece.text)
+                    yield chunks.text(piece.index, piece.text)
             elif piece.text or piece.token_ids:
-                chunk = _rich(form, piece, offsets[piece.choice])
-                offsets[piece.choice] = _end(chunk) or offsets[piece.choice]
+                chunk = _rich(form, piece, offsets[piece.index])
+                offsets[piece.index] = _end(chunk) or offsets[piece.index]
                 yield full(chunk)
             if piece.finish_reason is not None:
                 end = {"finish_reason": piece.finish_reason, "stop_reason": piece.stop_reason}
-                yield full(_chunk(piece.choice, "", None) | end)
+                yield full(_chunk(piece.index, "", None) | end)
     if with_usage:
         yield chunks.usage(responses.usage(answers))
 
 
-def _rich(form: Form, piece: Piece, offset: int) -> dict[str, Any]:
-    chunk = _chunk(piece.choice, piece.text, form.logprobs(piece.token_ids, piece.logprobs or (), offset))
+def _rich(form: Form, piece: ChoiceDelta, offset: int) -> dict[str, Any]:
+    chunk = _chunk(piece.index, piece.text, form.logprobs(piece.token_ids, piece.logprobs or (), offset))
     if form.body.return_token_ids:
         chunk["token_ids"] = piece.token_ids
     return chunk

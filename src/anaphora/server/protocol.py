@@ -319,11 +319,10 @@ def sampling_params(request: ChatRequest | CompletionRequest, defaults: dict[str
         defaults = {"max_tokens": None} | defaults
     else:
         given["logprobs"] = request.logprobs
-        if request.max_tokens == 0 and request.echo:
-            given["max_tokens"] = 1  # scoring: the engine yields one token, which the answer leaves out
         if request.echo and request.logprobs is not None and request.prompt_logprobs is None:
             given["prompt_logprobs"] = request.logprobs
-    if given["max_tokens"] == 0:
+    scores_only = isinstance(request, CompletionRequest) and bool(request.echo)
+    if given["max_tokens"] == 0 and not scores_only:
         raise InvalidRequest("max_tokens must be at least 1 (0 only with echo in /v1/completions)", param="max_tokens")
     try:
         return SamplingParams(**defaults | {name: value for name, value in given.items() if value is not None})

@@ -18,8 +18,9 @@ from anaphora.observe.log import HitRates, LoadLog, describe_request
 from anaphora.observe.metrics import Metrics
 from anaphora.observe.record import RecordWriter, RequestRecord
 from anaphora.server import prompts
-from anaphora.server.answers import Answer, Engine, Piece, merge
+from anaphora.server.answers import Answer, Engine, merge
 from anaphora.server.protocol import ChatRequest, CompletionRequest, sampling_params
+from anaphora.text.assemble import ChoiceDelta
 from anaphora.text.chat import ChatTemplate
 from anaphora.text.generation import GenerationDefaults
 from anaphora.text.tokenizer import Tokenizer
@@ -137,10 +138,10 @@ class Service:
         answers: list[Answer] = []
         for prompt, request in ready:
             first = len(answers) * request.sampling.n
-            answers.append(Answer(request, prompt, self.text.tokenizer, first, scores_only=_scores_only(call)))
+            answers.append(Answer(request, prompt, self.text.tokenizer, first))
         return answers
 
-    def run(self, call: Call, answers: Sequence[Answer]) -> AsyncGenerator[Piece, None]:
+    def run(self, call: Call, answers: Sequence[Answer]) -> AsyncGenerator[ChoiceDelta, None]:
         """Start the answers and give their pieces as they come."""
         self._load_log.touch()
         about: dict[str, Any] = {
@@ -202,10 +203,6 @@ class Service:
         logger.info("%s", describe_request(record))
         if self.recorder is not None:
             self.recorder.write(record, request)
-
-
-def _scores_only(call: Call) -> bool:
-    return isinstance(call.request, CompletionRequest) and call.request.max_tokens == 0
 
 
 def public_id(call: Call, kind: str) -> str:

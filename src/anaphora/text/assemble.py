@@ -44,7 +44,9 @@ class RequestAssembler:
     its way) gives an empty delta.
     """
 
-    def __init__(self, request: Request, tokenizer: Vocabulary, prompt_text: str | None = None) -> None:
+    def __init__(
+        self, request: Request, tokenizer: Vocabulary, prompt_text: str | None = None, first_index: int = 0
+    ) -> None:
         sampling = request.sampling
         self.request = request
         self.prompt_text = prompt_text
@@ -56,7 +58,7 @@ class RequestAssembler:
         wants_logprobs = sampling.logprobs is not None
         self._choices = [
             CompletionOutput(
-                index=index,
+                index=first_index + index,
                 logprobs=[] if wants_logprobs else None,
                 cumulative_logprob=0.0 if wants_logprobs else None,
             )
@@ -79,8 +81,8 @@ class RequestAssembler:
             self.prompt_done = update.prompt
         choice = self._choices[update.choice]
         if choice.finish_reason is not None:
-            return ChoiceDelta(index=update.choice)
-        delta = self._delta(update)
+            return ChoiceDelta(index=choice.index)
+        delta = self._delta(update, choice.index)
         choice.token_ids.extend(delta.token_ids)
         if choice.logprobs is not None and delta.logprobs:
             choice.logprobs.extend(delta.logprobs)
@@ -88,7 +90,7 @@ class RequestAssembler:
         choice.finish_reason, choice.stop_reason = delta.finish_reason, delta.stop_reason
         return delta
 
-    def _delta(self, update: SequenceUpdate) -> ChoiceDelta:
+    def _delta(self, update: SequenceUpdate, index: int) -> ChoiceDelta:
         tokens = update.token_ids
         ends_by_token = update.finish_reason is FinishReason.STOP and bool(tokens)
         silent_end = ends_by_token and not self.request.sampling.include_stop_str_in_output
@@ -100,7 +102,7 @@ class RequestAssembler:
         if piece.stop is not None:
             kept, finish_reason, stop_reason = piece.tokens, FinishReason.STOP.value, piece.stop
         return ChoiceDelta(
-            index=update.choice,
+            index=index,
             text=piece.text,
             token_ids=tokens[:kept],
             logprobs=None if update.logprobs is None else update.logprobs[:kept],
