@@ -1,0 +1,7 @@
+"""``python -m anaphora`` is the command ``anaphora``."""
+
+import sys
+
+from anaphora.cli import main
+
+sys.exit(main())

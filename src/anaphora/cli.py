@@ -1,0 +1,278 @@
+"""The command ``anaphora``: one function a command, options made from the settings' own fields.
+
+Nothing heavy is imported here: a command imports what it needs when it runs, and the options of a command are built
+only when it is named.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import shutil
+import sys
+import typing
+from collections.abc import Callable, Sequence
+from dataclasses import MISSING, Field, dataclass, fields
+from typing import Any, NoReturn, TypeVar
+
+from anaphora import vllm_flags
+from anaphora.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig, ServerConfig, parse_bytes
+from anaphora.errors import AnaphoraError, ConfigError
+
+T = TypeVar("T")
+
+_SERVE_PACKAGES = ("torch", "transformers", "zmq", "starlette", "uvicorn")
+
+
+class _Parser(argparse.ArgumentParser):
+    """Reports a mistake as ConfigError, so that every error of the program looks the same."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(f"{message} (see {self.prog} --help)")
+
+
+@dataclass(frozen=True)
+class Command:
+    """``settings`` gives the dataclasses whose fields are the options; ``run`` gets what the user set."""
+
+    help: str
+    settings: Callable[[], tuple[type, ...]]
+    run: Callable[[argparse.Namespace], int]
+    vllm: bool = False
+    epilog: str = ""
+
+
+# --- Options from fields ---------------------------------------------------------------------------------------------
+
+
+def _flag(field: Field[Any]) -> str:
+    return str(field.metadata.get("flag", "--" + field.name.replace("_", "-")))
+
+
+def _converter(name: str, parse: Callable[[str], Any]) -> Callable[[str], Any]:
+    """``parse`` for argparse, whose message then names the flag and keeps the reason."""
+
+    def convert(text: str) -> Any:
+        try:
+            return parse(text)
+        except ConfigError as error:
+            raise argparse.ArgumentTypeError(error.message) from None
+
+    convert.__name__ = name
+    return convert
+
+
+def default_text(field: Field[Any]) -> str:
+    """A field's default as the help and the docs show it; empty where leaving it out says it all."""
+    default = field.default
+    if default is None or default is False or default in ((), "", MISSING):
+        return ""
+    if field.metadata.get("parse") is parse_bytes:
+        return f"{int(default) // 2**20}M"
+    return "on" if default is True else str(default)
+
+
+def _help(field: Field[Any]) -> str:
+    if field.metadata.get("hidden"):
+        return argparse.SUPPRESS
+    text = str(field.metadata["help"]).replace("%", "%%")
+    shown = default_text(field)
+    return f"{text} (default: {shown})" if shown else text
+
+
+def _add_option(parser: argparse.ArgumentParser, field: Field[Any], hint: Any) -> None:
+    """Add the option of one field. What the user leaves out stays out of the namespace: the dataclass knows it."""
+    meta = field.metadata
+    kinds = [kind for kind in (typing.get_args(hint) or (hint,)) if kind is not type(None)]
+    more: dict[str, Any] = {"dest": field.name, "default": argparse.SUPPRESS, "help": _help(field)}
+    if hint is bool:
+        parser.add_argument(_flag(field), action=argparse.BooleanOptionalAction, **more)
+        return
+    more |= {"choices": meta.get("choices"), "metavar": meta.get("metavar")}
+    if parse := meta.get("parse"):
+        more["type"] = _converter(meta.get("metavar") or field.name, parse)
+    elif typing.get_origin(hint) is tuple:
+        more |= {"type": kinds[0], "nargs": "+", "action": "extend"}
+    else:
+        more["type"] = kinds[0]
+    if meta.get("positional"):
+        name = field.name.upper()
+        parser.add_argument(
+            f"--{field.name}", dest=f"{field.name}_flag", metavar=name, **_only(more, "type", "default")
+        )
+        more.pop("dest")
+        parser.add_argument(field.name, **more | {"nargs": "?", "metavar": name})
+        return
+    parser.add_argument(_flag(field), **more)
+
+
+def _split_remainder(classes: tuple[type, ...], arguments: Sequence[str]) -> tuple[list[str], dict[str, Any]]:
+    """The arguments before ``--``, and what follows it as the value of the field that takes the remainder."""
+    names = [field.name for cls in classes for field in fields(cls) if field.metadata.get("remainder")]
+    if not names or "--" not in arguments:
+        return list(arguments), {}
+    at = list(arguments).index("--")
+    return list(arguments[:at]), {names[0]: tuple(arguments[at + 1 :])}
+
+
+def _only(values: dict[str, Any], *names: str) -> dict[str, Any]:
+    return {name: values[name] for name in names} | {"help": argparse.SUPPRESS}
+
+
+def _make(cls: type[T], options: argparse.Namespace) -> T:
+    """``cls`` with what the user set, and its own defaults for the rest."""
+    given = vars(options)
+    values = {f.name: given[f.name] for f in fields(cls) if f.name in given}  # type: ignore[arg-type]
+    return cls(**{name: tuple(value) if isinstance(value, list) else value for name, value in values.items()})
+
+
+def build_parser(name: str) -> argparse.ArgumentParser:
+    """The parser of one command."""
+    command = COMMANDS[name]
+    parser = _Parser(prog=f"anaphora {name}", description=command.help, epilog=command.epilog, allow_abbrev=False)
+    for cls in command.settings():
+        hints = typing.get_type_hints(cls)
+        for field in fields(cls):
+            if "help" in field.metadata and not field.metadata.get("remainder"):
+                _add_option(parser, field, hints[field.name])
+    if command.vllm:
+        vllm_flags.add_accepted(parser)
+    return parser
+
+
+def parse(name: str, arguments: Sequence[str]) -> argparse.Namespace:
+    """The options that were given. Raises ConfigError for a flag that is not there, saying what it is."""
+    parser = build_parser(name)
+    vllm = COMMANDS[name].vllm
+    own_part, rest = _split_remainder(COMMANDS[name].settings(), arguments)
+    options, unknown = parser.parse_known_args([vllm_flags.normalize(a) if vllm else a for a in own_part])
+    flags = [argument for argument in unknown if argument.startswith("-")]
+    own = [s for action in parser._actions if action.help != argparse.SUPPRESS for s in action.option_strings]
+    if flags and vllm:
+        raise ConfigError(vllm_flags.explain(flags[0], own))
+    if flags:
+        raise ConfigError(f"there is no flag {flags[0]}" + vllm_flags.closest(flags[0], own))
+    if unknown:
+        raise ConfigError(f"unexpected argument {unknown[0]!r} (see {parser.prog} --help)")
+    given = vars(options)
+    given.update(rest)
+    if "model_flag" in given:
+        named = given.pop("model_flag")
+        if given.setdefault("model", named) != named:
+            raise ConfigError(f"MODEL is given twice: {given['model']} and --model {named}; give it once")
+    return options
+
+
+# --- Commands --------------------------------------------------------------------------------------------------------
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def _need_serve_extra(command: str) -> None:
+    if missing := [name for name in _SERVE_PACKAGES if importlib.util.find_spec(name) is None]:
+        raise ConfigError(f"{command} needs {missing[0]}, which is not installed: run pip install 'anaphora[serve]'")
+
+
+def _print_notes(options: argparse.Namespace, classes: tuple[type, ...]) -> None:
+    """One line for each flag that changes nothing here; GPU flags count as such where there is no GPU."""
+    for note in getattr(options, "notes", []):
+        _say(f"note: {note}")
+    if shutil.which("nvidia-smi"):
+        return
+    for field in (field for cls in classes for field in fields(cls)):
+        if "cpu_note" in field.metadata and field.name in vars(options):
+            _say(f"note: {_flag(field)}: {field.metadata['cpu_note']}")
+
+
+def _serve_settings() -> tuple[type, ...]:
+    return ModelConfig, CacheConfig, SchedulerConfig, ServerConfig
+
+
+def _serve(options: argparse.Namespace) -> int:
+    model, server = _make(ModelConfig, options), _make(ServerConfig, options)
+    cache, scheduler = _make(CacheConfig, options), _make(SchedulerConfig, options)
+    _need_serve_extra("anaphora serve")
+    _print_notes(options, _serve_settings())
+    from anaphora.model.source import resolve
+    from anaphora.server.app import serve
+
+    source = resolve(model.model, trust_remote_code=model.trust_remote_code, progress=_say)
+    return serve(EngineConfig(model, cache, scheduler), server, source)
+
+
+def _bench_settings() -> tuple[type, ...]:
+    from anaphora.tools.bench import BenchOptions
+
+    return (BenchOptions,)
+
+
+def _bench(options: argparse.Namespace) -> int:
+    from anaphora.tools.bench import BenchOptions, run
+
+    return run(_make(BenchOptions, options))
+
+
+COMMANDS = {
+    "serve": Command(
+        "OpenAI-compatible HTTP server with automatic prefix caching",
+        _serve_settings,
+        _serve,
+        vllm=True,
+        epilog="Flags keep the names and the meaning that they have in vllm serve. Its other flags are accepted where "
+        "they change nothing, and refused by name otherwise.",
+    ),
+    "bench": Command(
+        "send the same requests with the prefix cache off and on, and compare",
+        _bench_settings,
+        _bench,
+        epilog="After -- come flags of anaphora serve for the servers that the benchmark starts.",
+    ),
+}
+
+
+def _main_parser() -> argparse.ArgumentParser:
+    parser = _Parser(
+        prog="anaphora",
+        description="A language-model server whose centre is automatic prefix caching.",
+        epilog="\n".join(["commands:", *(f"  {name:10}{command.help}" for name, command in COMMANDS.items())]),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--version", action="store_true", help="print the version and exit")
+    parser.add_argument("command", nargs="?", metavar="COMMAND", help="one of those below; each has its own --help")
+    return parser
+
+
+def _run(arguments: Sequence[str]) -> int:
+    if arguments and arguments[0] in COMMANDS:
+        return COMMANDS[arguments[0]].run(parse(arguments[0], arguments[1:]))
+    parser = _main_parser()
+    options, unknown = parser.parse_known_args(arguments)
+    if unknown and options.command is None:
+        raise ConfigError(f"there is no flag {unknown[0]} (see anaphora --help)")
+    if options.version:
+        from anaphora import __version__
+
+        print(f"anaphora {__version__}")
+        return 0
+    if options.command is None:
+        parser.print_help()
+        return 0
+    raise ConfigError(
+        f"there is no command {options.command!r}"
+        + vllm_flags.closest(options.command, COMMANDS)
+        + f"; the commands are {', '.join(COMMANDS)}"
+    )
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line; the exit code. ``argv`` without the program's name, by default the process's own."""
+    try:
+        return _run(sys.argv[1:] if argv is None else argv)
+    except AnaphoraError as error:
+        _say(f"error: {error.message}")
+        return error.exit_code
+    except KeyboardInterrupt:
+        return 130

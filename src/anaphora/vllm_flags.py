@@ -1,0 +1,76 @@
+"""The flags of ``vllm serve`` that Anaphora lacks: which change nothing here, and what to say of the others."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import json
+from collections.abc import Iterable
+from functools import cache
+from importlib.resources import files
+from typing import Any
+
+from anaphora.errors import ConfigError
+
+ANY = "*"
+
+
+@cache
+def _data() -> dict[str, Any]:
+    """``aliases``: spelling to flag; ``accepted``: groups with values and a note; ``absent``: groups with a reason."""
+    data: dict[str, Any] = json.loads(files("anaphora").joinpath("vllm_flags.json").read_text("utf-8"))
+    return data
+
+
+def normalize(argument: str) -> str:
+    """The name that a flag has here: dashes for underscores, and the long form; other arguments as they are."""
+    name, equals, value = argument.partition("=")
+    if name.startswith("--"):
+        name = name.replace("_", "-")
+    aliases: dict[str, str] = _data()["aliases"]
+    return aliases.get(name, name) + equals + value
+
+
+class _Accept(argparse.Action):
+    """Takes a flag that only restates what always holds here, and remembers what to tell the user."""
+
+    def __init__(self, option_strings: list[str], dest: str, group: dict[str, Any], **kwargs: Any) -> None:
+        super().__init__(option_strings, dest, nargs=None if "values" in group else 0, **kwargs)
+        self.group = group
+
+    def __call__(
+        self, parser: Any, namespace: argparse.Namespace, values: Any, option_string: str | None = None
+    ) -> None:
+        allowed, note = self.group.get("values"), self.group["note"]
+        if allowed and ANY not in allowed and values not in allowed:
+            raise ConfigError(
+                f"{option_string} is a flag of vllm serve that Anaphora does not have: {note} "
+                f"({option_string} {' or '.join(allowed)} is accepted)"
+            )
+        namespace.notes = [*getattr(namespace, "notes", []), f"{option_string} changes nothing: {note}"]
+
+
+def add_accepted(parser: argparse.ArgumentParser) -> None:
+    """Add, hidden from the help, the flags that change nothing. Their notes gather in ``namespace.notes``."""
+    for group in _data()["accepted"]:
+        for flag in group["flags"]:
+            hidden: dict[str, Any] = {"default": argparse.SUPPRESS, "help": argparse.SUPPRESS}
+            parser.add_argument(flag, action=_Accept, group=group, dest="notes", **hidden)
+
+
+def explain(argument: str, known: Iterable[str]) -> str:
+    """Why ``argument``, which no option of ours takes, is refused. ``known``: our own flags, to name the closest."""
+    name = argument.partition("=")[0]
+    plain = name.partition(".")[0]
+    candidates = {plain, plain.replace("--no-", "--", 1), plain.replace("--disable-", "--enable-", 1)}
+    for group in (*_data()["absent"], *_data()["accepted"]):
+        if candidates & set(group["flags"]):
+            reason = group.get("reason", group.get("note"))
+            return f"{name} is a flag of vllm serve that Anaphora does not have" + (f": {reason}" if reason else "")
+    return f"there is no flag {name}" + closest(name, known)
+
+
+def closest(name: str, known: Iterable[str]) -> str:
+    """`` (did you mean …?)``, or nothing where none is close."""
+    found = difflib.get_close_matches(name, sorted(known), n=1, cutoff=0.7)
+    return f" (did you mean {found[0]}?)" if found else ""

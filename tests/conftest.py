@@ -1,0 +1,41 @@
+"""What every test may count on: few threads, no hub, no time limits of hypothesis, the shared data where it exists."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+# Before any test imports torch or the hub's client, which read these once. Subprocesses inherit them.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ["TOKENIZERS_PARALLELISM"] = "false"
+
+import pytest
+from hypothesis import HealthCheck, settings
+
+settings.register_profile("default", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("default")
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _temporary_root(tmp_path_factory: pytest.TempPathFactory) -> None:
+    # pytest chooses the root of all its temporary folders at first use. Tests that move tempfile's folder for
+    # themselves must not be that first use, or the root would vanish with theirs.
+    tmp_path_factory.getbasetemp()
+
+
+@pytest.fixture(scope="session")
+def repository() -> Path:
+    """The root of the source tree."""
+    return ROOT
+
+
+@pytest.fixture(scope="session")
+def shared_data() -> Path:
+    """The folder of real traces and cases beside the source tree; skips the test where it is absent."""
+    folder = ROOT.parent / "shared" / "data"
+    if not folder.is_dir():
+        pytest.skip("the shared test data (../shared/data) is not on this machine")
+    return folder

@@ -1,0 +1,182 @@
+"""Who may import whom: the architecture, held over the source itself and over what really gets loaded."""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+SOURCE = Path(__file__).resolve().parent.parent / "src"
+BASE = {"anaphora.errors", "anaphora.types", "anaphora.config"}
+
+# What a module may import beside the standard library and its own package: the longest prefix of its name decides.
+# A name stands for itself and all below it.
+MAY_IMPORT: dict[str, set[str]] = {
+    "anaphora": {"anaphora.llm", "anaphora.types"},
+    "anaphora.__main__": {"anaphora.cli"},
+    "anaphora.errors": set(),
+    "anaphora.types": {"anaphora.errors"},
+    "anaphora.config": {"anaphora.errors"},
+    "anaphora.cache": BASE,
+    "anaphora.core": BASE | {"anaphora.cache"},
+    "anaphora.core.messages": BASE | {"msgspec"},
+    "anaphora.core.process": BASE | {"msgspec", "zmq"},
+    "anaphora.core.client": BASE | {"msgspec", "zmq"},
+    "anaphora.text": BASE | {"tokenizers", "jinja2"},
+    "anaphora.attention": BASE | {"torch", "transformers", "triton", "numpy"},
+    "anaphora.model": BASE
+    | {"anaphora.attention", "anaphora.text"}
+    | {"torch", "transformers", "safetensors", "accelerate", "gguf", "numpy", "filelock", "huggingface_hub", "psutil"},
+    "anaphora.observe": BASE | {"anaphora.cache.events", "anaphora.cache.hashing", "msgspec", "prometheus_client"},
+    "anaphora.llm": BASE | {"anaphora.core.engine", "anaphora.model", "anaphora.text", "rich"},
+    "anaphora.server": BASE
+    | {"anaphora.core.client", "anaphora.core.process", "anaphora.text", "anaphora.observe"}
+    | {"starlette", "uvicorn", "uvloop", "msgspec", "prometheus_client"},
+    "anaphora.tools": BASE,
+    "anaphora.tools.bench": BASE
+    | {"anaphora.llm", "anaphora.text", "anaphora.observe.record"}
+    | {"httpx", "rich", "jinja2", "msgspec", "prometheus_client"},
+    "anaphora.tools.demo": BASE | {"anaphora.tools.bench", "httpx", "rich"},
+    "anaphora.tools.doctor": BASE
+    | {"anaphora.cache", "anaphora.text", "anaphora.observe.record", "anaphora.server.protocol"}
+    | {"httpx", "rich", "jinja2", "msgspec"},
+    "anaphora.vllm_flags": BASE,
+    "anaphora.cli": BASE | {"anaphora"},
+}
+
+
+def modules() -> dict[str, Path]:
+    """Every module of the package, by its dotted name."""
+    found = {}
+    for path in sorted((SOURCE / "anaphora").rglob("*.py")):
+        parts = path.relative_to(SOURCE).with_suffix("").parts
+        found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    return found
+
+
+MODULES = modules()
+
+
+def imports(name: str, source: str) -> Iterator[str]:
+    """Every module that ``source`` imports, wherever in it: in functions and for type checking too."""
+    package = name if MODULES.get(name, Path()).name == "__init__.py" else name.rpartition(".")[0]
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            parents = package.split(".")[: len(package.split(".")) - node.level + 1] if node.level else []
+            origin = ".".join([*parents, *([node.module] if node.module else [])])
+            for alias in node.names:
+                full = f"{origin}.{alias.name}"
+                yield full if full in MODULES else origin
+
+
+def within(name: str, allowed: str) -> bool:
+    return name == allowed or name.startswith(allowed + ".")
+
+
+def rule_for(name: str) -> set[str]:
+    """The rule with the longest prefix of ``name``; a new part of the package needs one of its own."""
+    prefixes = [prefix for prefix in MAY_IMPORT if within(name, prefix) and (prefix != "anaphora" or prefix == name)]
+    assert prefixes, f"no rule in MAY_IMPORT says what {name} may import"
+    return MAY_IMPORT[max(prefixes, key=len)]
+
+
+def forbidden(name: str, source: str) -> list[str]:
+    """The imports of ``source`` that the module called ``name`` may not have."""
+    own = ".".join(name.split(".")[: 3 if within(name, "anaphora.tools") else 2])
+    wrong = []
+    for target in set(imports(name, source)):
+        if target.partition(".")[0] in sys.stdlib_module_names or (own != "anaphora" and within(target, own)):
+            continue
+        if not any(within(target, allowed) for allowed in rule_for(name)):
+            wrong.append(target)
+    return sorted(wrong)
+
+
+@pytest.mark.parametrize("name", sorted(MODULES))
+def test_a_module_imports_only_what_its_place_allows(name: str) -> None:
+    assert forbidden(name, MODULES[name].read_text("utf-8")) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "source", "wrong"),
+    [
+        ("anaphora.cache.manager", "import torch", "torch"),
+        ("anaphora.cache.manager", "def f():\n    from anaphora.core import scheduler", "anaphora.core.scheduler"),
+        ("anaphora.core.scheduler", "import msgspec", "msgspec"),
+        ("anaphora.core.scheduler", "from ..model import source", "anaphora.model.source"),
+        ("anaphora.model.source", "from anaphora.core.scheduler import Scheduler", "anaphora.core.scheduler"),
+        ("anaphora.observe.metrics", "from anaphora.cache.manager import CacheManager", "anaphora.cache.manager"),
+        ("anaphora.server.protocol", "import torch.nn", "torch.nn"),
+        ("anaphora.server.protocol", "from anaphora.tools import bench", "anaphora.tools.bench"),
+        ("anaphora.tools.bench.load", "from anaphora.tools.doctor import store", "anaphora.tools.doctor.store"),
+        ("anaphora.tools.bench.load", "from anaphora.cli import main", "anaphora.cli"),
+        ("anaphora.types", "import anaphora.config", "anaphora.config"),
+        ("anaphora.errors", "import anaphora", "anaphora"),
+        ("anaphora", "import anaphora.cli", "anaphora.cli"),
+    ],
+)
+def test_the_rules_catch(name: str, source: str, wrong: str) -> None:
+    assert forbidden(name, source) == [wrong]
+
+
+def distributions(requirements: list[str]) -> set[str]:
+    """Import names of the packages in a list of requirements."""
+    names = {re.split(r"[^A-Za-z0-9_.-]", line)[0].lower().replace("-", "_") for line in requirements}
+    return {"zmq" if name == "pyzmq" else name for name in names}
+
+
+def third_party(prefix: str) -> set[str]:
+    roots: set[str] = set()
+    for name in MODULES:
+        if within(name, prefix):
+            roots |= {target.partition(".")[0] for target in imports(name, MODULES[name].read_text("utf-8"))}
+    return roots - set(sys.stdlib_module_names) - {"anaphora"}
+
+
+def test_the_base_install_is_enough_for_the_tools_and_what_they_stand_on() -> None:
+    project = tomllib.loads((SOURCE.parent / "pyproject.toml").read_text("utf-8"))["project"]
+    base = distributions(project["dependencies"])
+    for package in ("tools", "cache", "text", "observe", "cli", "errors", "types", "config"):
+        assert third_party(f"anaphora.{package}") <= base, package
+    for scheduling in ("scheduler", "groups", "engine"):
+        assert third_party(f"anaphora.core.{scheduling}") <= base, scheduling
+
+
+def test_every_third_party_import_is_declared() -> None:
+    project = tomllib.loads((SOURCE.parent / "pyproject.toml").read_text("utf-8"))["project"]
+    declared = distributions(project["dependencies"] + project["optional-dependencies"]["serve"])
+    # Of torch and transformers, which do not work without them.
+    declared |= {"numpy", "huggingface_hub", "triton"}
+    assert third_party("anaphora") <= declared
+
+
+def loaded_by(code: str) -> set[str]:
+    """Top-level names of all modules that a fresh interpreter has loaded after ``code``."""
+    script = f"{code}\nimport sys, json\nprint(json.dumps(sorted({{m.partition('.')[0] for m in sys.modules}})))"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    names: list[str] = json.loads(done.stdout.splitlines()[-1])
+    return set(names)
+
+
+HEAVY = {"torch", "transformers", "numpy", "starlette", "uvicorn"}
+
+
+def test_cache_and_core_load_no_torch() -> None:
+    names = [name for name in MODULES if within(name, "anaphora.cache") or within(name, "anaphora.core")]
+    assert loaded_by("import " + ", ".join(names)) & HEAVY == set()
+
+
+def test_the_package_and_its_help_load_nothing_heavy() -> None:
+    code = "import anaphora\nfrom anaphora.cli import main\ntry: main(['--help'])\nexcept SystemExit: pass"
+    third = loaded_by(code) & (HEAVY | {"httpx", "rich", "jinja2", "msgspec", "tokenizers", "prometheus_client"})
+    assert third == set()
