@@ -1,0 +1,220 @@
+"""How attention is plugged into transformers' models: what a backend is, and the function that every layer calls.
+
+A backend owns the pool of KV blocks. It plans once a step and runs once a layer; the model's own code does the rest.
+Whoever drives a model routes its layers' calls with ``route``: the loader to a probe, the runner to ``PagedLayers``.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface
+
+from anaphora.errors import ConfigError, ModelError
+from anaphora.types import BlockCopy, PrefixGroup
+
+IMPLEMENTATION = "anaphora"
+"""The name under which transformers knows our attention (``attn_implementation``)."""
+
+_BACKENDS = {"cpu": "anaphora.attention.cpu:CpuAttention", "cuda": "anaphora.attention.triton:TritonAttention"}
+
+_WITHOUT_EFFECT = frozenset(("dropout", "position_ids", "use_cache", "position_embeddings", "cache", "past_key_values"))
+
+
+@dataclass(frozen=True, slots=True)
+class KVLayout:
+    """What one layer caches of a token: keys of ``heads`` × ``key_size`` and values of ``heads`` × ``value_size``.
+
+    With ``latent`` there is one head and the values are the first ``value_size`` elements of the key.
+    """
+
+    heads: int
+    key_size: int
+    value_size: int
+    latent: bool = False
+
+    @property
+    def width(self) -> int:
+        """Elements of one token."""
+        return self.heads * (self.key_size + (0 if self.latent else self.value_size))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LayerOptions:
+    """How one layer attends. ``window``: a token sees itself and the ``window - 1`` before it.
+
+    ``softcap`` c turns a score s into c·tanh(s/c). ``sinks`` ``[H]`` are scores of a key that has no value.
+    """
+
+    scale: float
+    window: int | None = None
+    softcap: float | None = None
+    sinks: Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class QueryRange:
+    """Rows ``row`` to ``row + length - 1`` of the flat batch: positions from ``start`` on of the sequence in ``slot``.
+
+    ``blocks`` is its block table; it may go on behind position ``start + length - 1``.
+    """
+
+    slot: int
+    row: int
+    length: int
+    start: int
+    blocks: Sequence[int]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StepLayout:
+    """Where a step's rows belong. ``slot_mapping`` ``[T]`` int64: the token slot of each row in the pool."""
+
+    slot_mapping: Tensor
+    queries: tuple[QueryRange, ...]
+    groups: tuple[PrefixGroup, ...] = ()
+
+
+class AttentionBackend(Protocol):
+    """Paged attention on one kind of device. Built with ``(layouts, num_blocks, block_size, dtype, device)``."""
+
+    def copy_blocks(self, copies: Sequence[BlockCopy]) -> None:
+        """Copy beginnings of blocks, in all layers."""
+        ...
+
+    def plan(self, layout: StepLayout) -> None:
+        """Prepare what all layers of a step have in common."""
+        ...
+
+    def run(self, layer: int, query: Tensor, key: Tensor, value: Tensor | None, options: LayerOptions) -> Tensor:
+        """Write this layer's keys and values, then attend over the block tables.
+
+        ``query`` ``[H, T, D]``, ``key`` and ``value`` ``[Hkv, T, D]`` (``value`` None: latent); returns ``[T, H, Dv]``.
+        """
+        ...
+
+
+def backend_class(device_type: str) -> Callable[..., AttentionBackend]:
+    """The backend for a device type such as ``cpu``; imported only when asked for."""
+    if device_type not in _BACKENDS:
+        raise ConfigError(f"there is no attention for {device_type!r} devices; there is for {', '.join(_BACKENDS)}")
+    module, _, name = _BACKENDS[device_type].partition(":")
+    backend: Callable[..., AttentionBackend] = getattr(importlib.import_module(module), name)
+    return backend
+
+
+class LayerCalls(Protocol):
+    """Who answers the layers' calls."""
+
+    def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, options: LayerOptions) -> Tensor:
+        """``query`` ``[1, H, T, D]``, ``key`` and ``value`` ``[1, Hkv, T, D]``; returns ``[1, T, H, Dv]``."""
+        ...
+
+
+_calls: ContextVar[LayerCalls] = ContextVar("anaphora_layer_calls")
+
+
+@contextmanager
+def route(calls: LayerCalls) -> Iterator[None]:
+    """Send the attention calls of every layer that runs inside to ``calls``."""
+    token = _calls.set(calls)
+    try:
+        yield
+    finally:
+        _calls.reset(token)
+
+
+def _attention(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
+) -> tuple[Tensor, None]:
+    """What transformers calls in place of eager attention."""
+    scale = options.pop("scaling", None)
+    known = LayerOptions(
+        scale=query.shape[-1] ** -0.5 if scale is None else scale,
+        window=options.pop("sliding_window", None),
+        softcap=options.pop("softcap", None),
+        sinks=options.pop("s_aux", None),
+    )
+    if attention_mask is not None:
+        raise ModelError(f"{type(module).__name__} passes an attention mask of its own, which paged attention ignores")
+    if unknown := sorted(name for name, given in options.items() if not _harmless(name, given)):
+        raise ModelError(f"{type(module).__name__} attends with {', '.join(unknown)}, which is not supported")
+    return _calls.get().attend(module, query, key, value, known), None
+
+
+def _harmless(name: str, given: Any) -> bool:
+    """Whether an argument changes nothing here: not set, known to be of no effect, or a request for outputs."""
+    if name == "is_causal":
+        return given is not False
+    return given is None or given is False or name in _WITHOUT_EFFECT or name.startswith("output_")
+
+
+AttentionInterface.register(IMPLEMENTATION, _attention)
+
+
+class LatentTap:
+    """Stands where a model expects its KV cache, and sees the latents before they are expanded to keys and values."""
+
+    def __init__(self) -> None:
+        self._latents: dict[int, Tensor] = {}
+
+    def update(self, latent: Tensor, rope: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """``latent`` ``[1, 1, T, rank]`` and ``rope`` ``[1, 1, T, R]``, handed back as they came."""
+        self._latents[layer_idx] = torch.cat((latent, rope), dim=-1)
+        return latent, rope
+
+    def take(self, layer_idx: int) -> Tensor:
+        """What the layer cached last, ``[1, 1, T, rank + R]``."""
+        return self._latents.pop(layer_idx)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Absorbed:
+    """``kv_b_proj`` of one layer, taken apart: ``keys`` ``[H, nope, rank]`` and ``values`` ``[H, rank, v]``.
+
+    Queries times ``keys`` attend to latents directly; what comes out, times ``values``, is the layer's output.
+    """
+
+    keys: Tensor
+    values: Tensor
+
+    @classmethod
+    def of(cls, module: nn.Module) -> Absorbed:
+        """``module`` is a layer's attention with ``kv_b_proj``, ``qk_nope_head_dim`` and ``kv_lora_rank``."""
+        parts: Any = module
+        nope, rank = parts.qk_nope_head_dim, parts.kv_lora_rank
+        weight = parts.kv_b_proj.weight.detach().view(-1, nope + parts.v_head_dim, rank)
+        return cls(weight[:, :nope].contiguous(), weight[:, nope:].transpose(1, 2).contiguous())
+
+    def query(self, query: Tensor) -> Tensor:
+        """``[H, T, nope + R]`` → ``[H, T, rank + R]``."""
+        nope = self.keys.shape[1]
+        return torch.cat((query[..., :nope] @ self.keys, query[..., nope:]), dim=-1)
+
+    def output(self, attended: Tensor) -> Tensor:
+        """``[T, H, rank]`` → ``[T, H, v]``."""
+        return (attended.transpose(0, 1) @ self.values).transpose(0, 1)
+
+
+class PagedLayers:
+    """Answers the layers' calls through a backend; latent layers (those in ``absorbed``) attend in latent space."""
+
+    def __init__(self, backend: AttentionBackend, absorbed: Mapping[int, Absorbed], tap: LatentTap | None) -> None:
+        self._backend = backend
+        self._absorbed = absorbed
+        self._tap = tap
+
+    def attend(self, module: Any, query: Tensor, key: Tensor, value: Tensor, options: LayerOptions) -> Tensor:
+        layer: int = module.layer_idx
+        absorbed = self._absorbed.get(layer)
+        if absorbed is None or self._tap is None:
+            return self._backend.run(layer, query[0], key[0], value[0], options)[None]
+        latents = self._tap.take(layer)[0]
+        return absorbed.output(self._backend.run(layer, absorbed.query(query[0]), latents, None, options))[None]

@@ -1,0 +1,160 @@
+"""The GPU's kernels: on a GPU where there is one, otherwise a few of their programs on the CPU by the interpreter."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+from anaphora.attention import worklist
+from anaphora.attention.base import KVLayout, LayerOptions, backend_class
+from anaphora.errors import ConfigError
+from anaphora.types import BlockCopy, PrefixGroup
+from tests.support.attention import Known, Shape, Step, error, make_step, run
+
+triton = pytest.importorskip("triton", reason="the GPU's kernels need triton")
+
+ON_GPU = torch.cuda.is_available()
+DEVICE = torch.device("cuda" if ON_GPU else "cpu")
+TOLERANCE = {torch.float32: 2e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}
+DTYPES = list(TOLERANCE) if ON_GPU else [torch.float32]
+MIXED = (
+    Known(cached=37),
+    Known(cached=20, new=9),
+    Known(cached=0, new=19),
+    Known(cached=40, parent=0, shared=2),
+)
+
+
+@pytest.fixture(autouse=True)
+def _always_share(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sharing pays from two rows on, so that small steps show it."""
+    monkeypatch.setattr(worklist, "MIN_SHARED", ((2, 1),))
+
+
+@pytest.fixture(params=DTYPES, ids=lambda dtype: str(dtype).removeprefix("torch."))
+def dtype(request: pytest.FixtureRequest) -> torch.dtype:
+    return request.param
+
+
+def attend(step: Step, dtype: torch.dtype, groups: tuple[PrefixGroup, ...] = ()) -> torch.Tensor:
+    step = rounded(step, dtype)
+    blocks = 2 + max(max(table) for table in step.tables)
+    backend = backend_class("cuda")([step.shape.layout], blocks, step.shape.block_size, dtype, DEVICE)
+    return run(step, backend, backend.pools[0], dtype, groups)
+
+
+def rounded(step: Step, dtype: torch.dtype) -> Step:
+    """The step as its dtype holds it, so that only the arithmetic is judged."""
+    for index, (keys, values) in enumerate(zip(step.keys, step.values, strict=True)):
+        step.keys[index] = keys.to(dtype).double()
+        step.values[index] = values.to(dtype).double()
+    step.query = step.query.to(dtype)
+    return step
+
+
+def check(step: Step, dtype: torch.dtype, groups: tuple[PrefixGroup, ...] = ()) -> torch.Tensor:
+    """Right to rounding, and no needle could have been left out unseen."""
+    out = attend(step, dtype, groups)
+    assert error(out, step.expected()) < TOLERANCE[dtype]
+    for index, needles in enumerate(step.needles):
+        for position in needles:
+            faulty = step.expected(dropped=(index, position))
+            if not torch.equal(faulty, step.expected()):  # a needle behind the window's edge is seen by nobody
+                assert error(out, faulty) > TOLERANCE[dtype], f"sequence {index}, position {position}"
+    return out
+
+
+@pytest.mark.parametrize("size", [64, 80, 96, 128, 192, 256])
+def test_head_sizes_in_a_mixed_batch(size: int, dtype: torch.dtype) -> None:
+    shape = Shape(KVLayout(2, size, size), heads=4)
+    check(make_step(shape, MIXED, LayerOptions(size**-0.5)), dtype)
+
+
+@pytest.mark.parametrize("block_size", [16, 32, 64])
+def test_block_sizes(block_size: int, dtype: torch.dtype) -> None:
+    sequences = (Known(cached=block_size), Known(cached=2 * block_size - 1), Known(3, new=block_size))
+    check(make_step(Shape(KVLayout(1, 64, 64), 3, block_size), sequences, LayerOptions(0.125)), dtype)
+
+
+def test_latents(dtype: torch.dtype) -> None:
+    shape = Shape(KVLayout(1, 576, 512, latent=True), heads=20)
+    sequences = (Known(cached=37), Known(cached=40, parent=0, shared=2), Known(cached=18, new=5))
+    check(make_step(shape, sequences, LayerOptions(576**-0.5)), dtype, (PrefixGroup(0, 2, (0, 1)),))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        LayerOptions(0.125, window=17),
+        LayerOptions(0.125, window=5),
+        LayerOptions(0.3, softcap=2.0),
+        LayerOptions(0.125, sinks=torch.tensor([-1.0, 0.5, 2.0, 3.0])),
+        LayerOptions(0.2, window=20, softcap=3.0, sinks=torch.tensor([1.0, 0.5, 2.0, -3.0])),
+    ],
+    ids=["window", "window of less than a block", "softcap", "sinks", "all"],
+)
+def test_options_with_and_without_groups(options: LayerOptions, dtype: torch.dtype) -> None:
+    if options.sinks is not None:
+        options = dataclasses.replace(options, sinks=options.sinks.to(DEVICE))
+    shape = Shape(KVLayout(2, 64, 64), heads=4)
+    apart = check(make_step(shape, MIXED, options), dtype)
+    together = check(make_step(shape, MIXED, options), dtype, (PrefixGroup(0, 2, (0, 3)),))
+    assert error(together, apart.double().cpu()) < 2 * TOLERANCE[dtype]
+
+
+TREE = (
+    Known(cached=70),
+    Known(cached=66, parent=0, shared=4),
+    Known(cached=50, parent=0, shared=2),
+    Known(cached=49, parent=2, shared=3),
+    Known(cached=15),
+    Known(cached=33, new=3, parent=0, shared=2),
+)
+TREE_GROUPS = (PrefixGroup(2, 4, (0, 1)), PrefixGroup(0, 2, (0, 1, 2, 3)), PrefixGroup(2, 3, (2, 3)))
+
+
+def test_a_tree_of_groups(dtype: torch.dtype) -> None:
+    check(make_step(Shape(KVLayout(2, 64, 64), 4), TREE, LayerOptions(0.125)), dtype, TREE_GROUPS)
+
+
+def test_long_ranges_are_cut_and_merged(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worklist, "MIN_SPLIT_TOKENS", 16)
+    monkeypatch.setattr("anaphora.attention.triton.PROGRAMS_PER_PROCESSOR", 32)
+    sinks = torch.tensor([-1.0, 0.5, 2.0, 3.0], device=DEVICE)
+    shape = Shape(KVLayout(2, 64, 64), 4)
+    check(make_step(shape, TREE, LayerOptions(0.125, sinks=sinks)), dtype, TREE_GROUPS)
+    check(make_step(shape, TREE, LayerOptions(0.125, window=21)), dtype, TREE_GROUPS)
+
+
+def test_a_corrupt_cached_block_shows(dtype: torch.dtype) -> None:
+    step = make_step(Shape(KVLayout(1, 64, 64), 2), (Known(cached=37),), LayerOptions(0.125))
+    expected = rounded(step, dtype).expected()
+    assert error(attend(step, dtype), expected) < TOLERANCE[dtype]
+    step.values[0][:, 16:32] = step.values[0][:, :16].clone()
+    assert error(attend(step, dtype), expected) > TOLERANCE[dtype]
+
+
+def test_copies_take_the_filled_slots_of_all_layers() -> None:
+    layouts = [KVLayout(1, 16, 16), KVLayout(2, 16, 16), KVLayout(1, 16, 16)]
+    backend = backend_class("cuda")(layouts, 6, 16, torch.float32, DEVICE)
+    for pool in backend.pools:
+        pool.copy_(torch.randn(pool.shape))
+    before = [pool.clone() for pool in backend.pools]
+    backend.copy_blocks([BlockCopy(1, 4, 5), BlockCopy(2, 5, 16)])
+    for pool, old in zip(backend.pools, before, strict=True):
+        wanted = old.clone()
+        wanted[64:69], wanted[80:96] = old[16:21], old[32:48]
+        assert torch.equal(pool, wanted)
+
+
+@pytest.mark.parametrize("block_size", [1, 8, 24, 100])
+def test_other_block_sizes_are_refused_by_name(block_size: int) -> None:
+    with pytest.raises(ConfigError, match=f"--block-size {block_size} .* powers of two from 16"):
+        backend_class("cuda")([KVLayout(1, 64, 64)], 4, block_size, torch.float32, DEVICE)
+
+
+def test_odd_head_sizes_are_refused() -> None:
+    with pytest.raises(ConfigError, match="layer 1 has keys of 1024"):
+        backend_class("cuda")([KVLayout(1, 64, 64), KVLayout(1, 1024, 64)], 4, 16, torch.float32, DEVICE)
