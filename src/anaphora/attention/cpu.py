@@ -65,14 +65,13 @@ class CpuAttention:
         new = (key,) if value is None else (key, value)
         rows = torch.cat([x.transpose(0, 1).flatten(1) for x in new], dim=1)
         pool.index_copy_(0, self._layout.slot_mapping, rows.to(pool.dtype))
+        out = query.new_zeros(query.shape[1], query.shape[0], layout.value_size)
         if self._decodes:
             dtype = torch.promote_types(query.dtype, pool.dtype)
             plan = self._decode_plan(options.window, dtype)
             single = self._decode(layout, plan, _pick(query, plan.rows).to(dtype), pool, options).to(query.dtype)
             if plan.rows is None:
                 return single
-        out = query.new_zeros(query.shape[1], query.shape[0], layout.value_size)
-        if self._decodes:
             out.index_copy_(0, plan.rows, single)
         for chunk, keys in self._chunks:
             span = slice(chunk.row, chunk.row + chunk.length)

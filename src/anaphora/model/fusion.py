@@ -123,7 +123,7 @@ def _simplify_norm(module: Any) -> None:
 
 def _simplify_mlp(module: Any) -> None:
     """A SiLU-gated MLP whose activation happens inside the gate's product."""
-    layers = [getattr(module, name, None) for name in ("gate_proj", "up_proj", "down_proj")]
+    layers: list[Any] = [getattr(module, name, None) for name in ("gate_proj", "up_proj", "down_proj")]
     if any(type(layer) is not nn.Linear or not _packs(layer.weight) for layer in layers):
         return
     gate, up, down = (PackedLinear(layer.weight.detach(), layer.bias) for layer in layers)

@@ -20,7 +20,6 @@ from anaphora.attention.base import QueryRange, StepLayout
 from anaphora.errors import StepFailed
 from anaphora.types import Batch
 
-
 ROW_MULTIPLE = 16
 """A batch of more rows is padded to a multiple of this; padding writes to the null block and nobody reads it."""
 
@@ -67,9 +66,7 @@ def flatten(
             token_ids += chunk.token_ids
             given += chunk.length
         if len(token_ids) != queries[-1].row + chunk.length:
-            raise StepFailed(
-                f"the chunk of slot {chunk.slot} is {chunk.length} long but brings other than as many tokens"
-            )
+            raise StepFailed(f"the chunk of slot {chunk.slot} is {chunk.length} long but brings other tokens")
         positions += range(chunk.start, end)
         slots += [
             table[position // block_size] * block_size + position % block_size if position >= chunk.write_from else 0

@@ -1,4 +1,4 @@
-"""From a folder to a model whose attention is ours: what it refuses, and the probe that shows what each layer caches."""
+"""From a folder to a model whose attention is ours: what is refused, and the probe that shows what layers cache."""
 
 from __future__ import annotations
 
@@ -91,6 +91,10 @@ def _read_config(folder: Path, trust_remote_code: bool) -> PreTrainedConfig:
             folder, trust_remote_code=trust_remote_code, local_files_only=True
         )
     except Exception as error:  # transformers raises whatever the file leads to
+        if "custom code" in str(error) and not trust_remote_code:
+            raise ModelError(
+                f"{folder} brings Python code of its own; if you trust it, run it with --trust-remote-code"
+            ) from error
         raise ModelError(f"the config.json of {folder} cannot be used: {_reason(error)}") from error
     return config
 
@@ -103,7 +107,8 @@ def check_config(config: PreTrainedConfig, folder: Path) -> None:
     towers = [key for key in ("vision_config", "audio_config", "encoder_config") if getattr(config, key, None)]
     if towers or config.get_text_config() is not config:
         raise ModelError(
-            f"{name} is a multimodal model ({', '.join(towers) or 'nested text_config'}); only text models can be served"
+            f"{name} is a multimodal model ({', '.join(towers) or 'nested text_config'}); "
+            "only text models can be served"
         )
     if not getattr(config, "num_hidden_layers", 0):
         raise ModelError(f"{name} has no attention layers (num_hidden_layers is 0 or absent)")
@@ -119,7 +124,7 @@ def check_config(config: PreTrainedConfig, folder: Path) -> None:
 
 
 def _check_class(config: PreTrainedConfig, name: str) -> None:
-    model_class = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
     if model_class is None:
         raise ModelError(f"{name} is no causal language model that transformers knows")
     named = config.architectures or [model_class.__name__]
@@ -197,7 +202,7 @@ def _checkpoint_dtype(config: PreTrainedConfig, folder: Path) -> torch.dtype:
 def _load_weights(folder: Path, dtype: torch.dtype, trust_remote_code: bool) -> Any:
     try:
         with _quiet():
-            model, info = AutoModelForCausalLM.from_pretrained(
+            loaded: Any = AutoModelForCausalLM.from_pretrained(
                 folder,
                 dtype=dtype,
                 attn_implementation=IMPLEMENTATION,
@@ -205,14 +210,17 @@ def _load_weights(folder: Path, dtype: torch.dtype, trust_remote_code: bool) -> 
                 local_files_only=True,
                 use_safetensors=True,
                 output_loading_info=True,
+                ignore_mismatched_sizes=True,  # so that they are reported, and refused below
             )
     except Exception as error:  # transformers raises whatever the files lead to
         raise ModelError(f"{folder} cannot be loaded: {_reason(error)}") from error
+    model, info = loaded
     missing, wrong = sorted(info.get("missing_keys") or ()), list(info.get("mismatched_keys") or ())
     if missing or wrong:
         some = ", ".join(str(key) for key in (missing or wrong)[:3])
         raise ModelError(
-            f"the weights in {folder} are not complete: {len(missing)} missing, {len(wrong)} of another shape ({some} …)"
+            f"the weights in {folder} are not complete: {len(missing)} missing, "
+            f"{len(wrong)} of another shape ({some} …)"
         )
     return model.eval().requires_grad_(False)
 
@@ -220,15 +228,16 @@ def _load_weights(folder: Path, dtype: torch.dtype, trust_remote_code: bool) -> 
 @contextmanager
 def _quiet() -> Iterator[None]:
     """No progress bar and no report: the loading info is looked at by us."""
-    bars, level = transformers_logging.is_progress_bar_enabled(), transformers_logging.get_verbosity()
-    transformers_logging.disable_progress_bar()
-    transformers_logging.set_verbosity_error()
+    logging: Any = transformers_logging
+    bars, level = logging.is_progress_bar_enabled(), logging.get_verbosity()
+    logging.disable_progress_bar()
+    logging.set_verbosity_error()
     try:
         yield
     finally:
-        transformers_logging.set_verbosity(level)
+        logging.set_verbosity(level)
         if bars:
-            transformers_logging.enable_progress_bar()
+            logging.enable_progress_bar()
 
 
 class _Probe:
@@ -300,5 +309,5 @@ def _cache_keyword(model: Any) -> str:
 
 
 def _reason(error: Exception) -> str:
-    first = str(error).strip().partition("\n")[0]
-    return f"{type(error).__name__}: {first}" if first else type(error).__name__
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text:.400}" if text else type(error).__name__

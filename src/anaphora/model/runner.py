@@ -13,7 +13,7 @@ from torch import Tensor
 
 from anaphora.attention.base import PagedLayers, backend_class, route
 from anaphora.config import CacheConfig, EngineConfig
-from anaphora.errors import ConfigError
+from anaphora.errors import ConfigError, StepFailed
 from anaphora.model.inputs import StepInputs, flatten
 from anaphora.model.loader import LoadedModel, base_of, load_model
 from anaphora.model.sampling import Sampler
@@ -109,8 +109,8 @@ class ModelRunner:
             elif index == len(table):
                 table.append(block)
             else:
-                raise IndexError(
-                    f"slot {chunk.slot}: block table entry {index} is set, but it has {len(table)} entries"
+                raise StepFailed(
+                    f"slot {chunk.slot}: block table entry {index} is to be set, but there are {len(table)} entries"
                 )
 
     def _output(self, batch: Batch, inputs: StepInputs, outputs: Any) -> StepOutput:
@@ -206,8 +206,8 @@ def _count_blocks(cache: CacheConfig, bytes_per_block: int) -> int:
     blocks = size // bytes_per_block
     if blocks < 2:
         raise ConfigError(
-            f"a pool of {size} bytes holds no KV block: one is {bytes_per_block} bytes ({cache.block_size} tokens), and "
-            f"one more is kept for padding; --kv-cache-memory-bytes must be at least {2 * bytes_per_block}",
+            f"a pool of {size} bytes holds no KV block: one is {bytes_per_block} bytes ({cache.block_size} tokens), "
+            f"and one more is kept for padding; --kv-cache-memory-bytes must be at least {2 * bytes_per_block}",
             param="kv_cache_memory_bytes",
         )
     return blocks

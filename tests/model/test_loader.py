@@ -1,0 +1,154 @@
+"""What the loader refuses, by name and reason, and what its probe finds."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from anaphora.attention.base import KVLayout
+from anaphora.config import ModelConfig
+from anaphora.errors import ModelError
+from anaphora.model.loader import LoadedModel, check_config, load_model, rope_window
+from tests.support.checkpoints import COMMON, WINDOW, make_config, save
+
+HERE = Path("some-model")
+
+
+def load(folder: Path, **settings: Any) -> LoadedModel:
+    return load_model(ModelConfig(model=str(folder), **settings))
+
+
+@pytest.mark.parametrize(
+    ("family", "layout"),
+    [
+        ("llama", KVLayout(2, 8, 8)),
+        ("qwen3", KVLayout(2, 16, 16)),
+        ("glm4_moe_lite", KVLayout(1, 40, 32, latent=True)),
+    ],
+)
+def test_the_probe_finds_what_each_layer_caches(tmp_path: Path, family: str, layout: KVLayout) -> None:
+    loaded = load(save(tmp_path, family))
+    assert loaded.layouts == (layout,) * 3
+    assert set(loaded.absorbed) == (set(range(3)) if layout.latent else set())
+    assert (loaded.window, loaded.dtype) == (WINDOW, torch.float32)
+
+
+def test_latents_are_an_eighth_of_what_they_expand_to() -> None:
+    assert KVLayout(1, 576, 512, latent=True).width == 576
+    assert KVLayout(20, 256, 256).width == 20 * 512
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "reason"),
+    [
+        ("T5Config", {}, "encoder-decoder"),
+        ("LlavaConfig", {}, "multimodal"),
+        (
+            "Qwen3NextConfig",
+            {"layer_types": ["linear_attention", "full_attention"] * 2, "num_hidden_layers": 4},
+            "linear",
+        ),
+        ("MambaConfig", {}, "linear_attention"),
+        ("BloomConfig", {}, "does not take another attention"),
+        ("BertConfig", {"architectures": ["BertForMaskedLM"]}, "BertForMaskedLM"),
+        ("LlamaConfig", {"architectures": ["LlamaForSequenceClassification"]}, "LlamaForCausalLM is needed"),
+        ("LlamaConfig", {"num_hidden_layers": 0}, "no attention layers"),
+        ("ViTConfig", {}, "no causal language model"),
+    ],
+)
+def test_a_model_that_cannot_work_is_refused_before_its_weights(
+    name: str, changes: dict[str, Any], reason: str
+) -> None:
+    config = getattr(transformers, name)(**changes)
+    with pytest.raises(ModelError, match="some-model") as caught:
+        check_config(config, HERE)
+    assert reason in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("rope", "window"),
+    [
+        ({"rope_type": "default", "rope_theta": 1e4}, 1024),
+        ({"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 1024}, 4096),
+        ({"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 256}, 1024),
+        ({"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}, 2048),
+        ({"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0, "original_max_position_embeddings": 512}, 512),
+    ],
+)
+def test_the_window_is_what_rotary_scaling_allows(rope: dict[str, Any], window: int) -> None:
+    assert rope_window(make_config("llama", rope_parameters=rope), HERE, None) == window
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "longrope"])
+def test_scaling_by_length_is_refused_beyond_the_original_window(kind: str) -> None:
+    rope = {"rope_type": kind, "rope_theta": 1e4, "factor": 2.0, "original_max_position_embeddings": 512}
+    if kind == "longrope":
+        rope |= {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
+    config = make_config("llama", rope_parameters=rope)
+    assert rope_window(config, HERE, 512) == 512
+    with pytest.raises(ModelError, match=f"{kind}.*512 tokens.*--max-model-len 600"):
+        rope_window(config, HERE, 600)
+
+
+def test_a_window_that_is_nowhere_is_refused() -> None:
+    config = transformers.PreTrainedConfig()
+    with pytest.raises(ModelError, match="max_position_embeddings"):
+        rope_window(config, HERE, None)
+
+
+@pytest.mark.parametrize("content", ["{", "[]", '{"model_type": "no-such-type"}'])
+def test_a_config_that_cannot_be_read(tmp_path: Path, content: str) -> None:
+    (tmp_path / "config.json").write_text(content)
+    with pytest.raises(ModelError, match=str(tmp_path)):
+        load(tmp_path)
+
+
+def test_code_in_a_folder_runs_only_when_trusted(tmp_path: Path) -> None:
+    save(tmp_path)
+    (tmp_path / "modeling_own.py").write_text("raise RuntimeError('it ran')")
+    config = json.loads((tmp_path / "config.json").read_text())
+    config |= {"model_type": "own", "auto_map": {"AutoConfig": "modeling_own.OwnConfig"}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ModelError, match="--trust-remote-code"):
+        load(tmp_path)
+
+
+def test_weights_that_are_missing_or_of_another_shape_are_named(tmp_path: Path) -> None:
+    save(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    for changes in ({"num_hidden_layers": 4}, {"intermediate_size": COMMON["intermediate_size"] * 2}):
+        (tmp_path / "config.json").write_text(json.dumps(config | changes))
+        with pytest.raises(ModelError, match="layers"):
+            load(tmp_path)
+
+
+def test_broken_weights(tmp_path: Path) -> None:
+    save(tmp_path)
+    weights = tmp_path / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:1000])
+    with pytest.raises(ModelError, match=str(tmp_path)):
+        load(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("saved", "asked", "runs", "warns"),
+    [
+        (torch.bfloat16, "auto", torch.bfloat16, False),
+        (torch.float32, "auto", torch.float32, False),
+        (torch.float32, "bfloat16", torch.bfloat16, False),
+        (torch.bfloat16, "float", torch.float32, False),
+        (torch.float16, "auto", None, True),
+        (torch.float32, "half", None, True),
+    ],
+)
+def test_dtypes(tmp_path: Path, saved: torch.dtype, asked: str, runs: torch.dtype | None, warns: bool) -> None:
+    loaded = load(save(tmp_path, dtype=saved), dtype=asked)
+    assert loaded.dtype == loaded.model.dtype
+    assert loaded.dtype in ((torch.bfloat16, torch.float32) if runs is None else (runs,))
+    assert bool(loaded.warnings) is warns
+    assert all("float16" in warning and "CPU" in warning for warning in loaded.warnings)
