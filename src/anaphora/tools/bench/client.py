@@ -1,0 +1,280 @@
+"""One OpenAI-compatible server as a client sees it: send a request and time it, count tokens, read its counters."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from typing import Any
+from urllib.parse import urlsplit
+
+import httpx
+import msgspec
+from prometheus_client.parser import text_string_to_metric_families
+
+from anaphora.errors import AnaphoraError, ConfigError
+
+TIMEOUT = httpx.Timeout(30, read=900)
+WARM_UP = "Name three rivers of Europe, and say in one sentence through which countries each of them flows."
+
+
+@dataclass(frozen=True, slots=True)
+class Planned:
+    """A request to send. ``body`` has messages or prompt; ``tokens`` are the prompt's, where they could be counted.
+
+    ``wanted`` is the prompt length that was asked for. ``fixed`` asks for exactly ``out`` tokens of answer.
+    """
+
+    body: dict[str, Any]
+    out: int | None
+    fixed: bool = True
+    wanted: int | None = None
+    tokens: tuple[int, ...] | None = None
+
+    @property
+    def path(self) -> str:
+        return "/v1/chat/completions" if "messages" in self.body else "/v1/completions"
+
+
+@dataclass(slots=True)
+class Sample:
+    """One request as it went. Times are time.perf_counter(); None where there was no such event."""
+
+    planned: Planned
+    started: float
+    first: float | None = None
+    last: float | None = None
+    ended: float = 0.0
+    pieces: int = 0
+    prompt_tokens: int | None = None
+    output_tokens: int | None = None
+    cached_tokens: int | None = None
+    error: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Counters:
+    """Sums from /metrics; None where the server has no such counter. ``prefill_buckets``: upper bound to count."""
+
+    queries: float | None
+    hits: float | None
+    prefill_s: float | None
+    prefills: float | None
+    prefill_buckets: dict[float, float]
+
+
+# The first name that a server shows is taken: vLLM's (ours too), vLLM's former ones, SGLang's.
+_COUNTERS = {
+    "queries": ("vllm:prefix_cache_queries_total", "vllm:gpu_prefix_cache_queries_total", "sglang:prompt_tokens_total"),
+    "hits": ("vllm:prefix_cache_hits_total", "vllm:gpu_prefix_cache_hits_total", "sglang:cached_tokens_total"),
+    "prefill_s": ("vllm:request_prefill_time_seconds_sum",),
+    "prefills": ("vllm:request_prefill_time_seconds_count",),
+}
+_BUCKET = "vllm:request_prefill_time_seconds_bucket"
+
+
+def read_counters(text: str) -> Counters:
+    """Sums over all label sets (several engines) of a Prometheus page."""
+    sums: dict[str, float] = {}
+    buckets: dict[float, float] = {}
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            sums[sample.name] = sums.get(sample.name, 0.0) + sample.value
+            if sample.name == _BUCKET:
+                bound = float(sample.labels["le"])
+                buckets[bound] = buckets.get(bound, 0.0) + sample.value
+    found = {key: next((sums[name] for name in names if name in sums), None) for key, names in _COUNTERS.items()}
+    return Counters(prefill_buckets=buckets, **found)
+
+
+@dataclass(slots=True)
+class Abilities:
+    """What the server takes beyond OpenAI's fields, tried at the warm-up."""
+
+    ignore_eos: bool = True
+    salt: bool = True
+    tokenize: bool = True
+    notes: list[str] = field(default_factory=list)
+
+
+class Server:
+    """A server under measurement. Close it, or use it as an async context manager."""
+
+    def __init__(self, url: str, model: str | None = None, api_key: str | None = None) -> None:
+        parts = urlsplit(url if "//" in url else f"http://{url}")
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise ConfigError(f"{url!r} is no server address: write something like http://127.0.0.1:8000")
+        self.url = f"{parts.scheme}://{parts.netloc}{parts.path}".rstrip("/").removesuffix("/v1")
+        self.model = model
+        self.window: int | None = None
+        self.version: str | None = None
+        self.can = Abilities()
+        self._http = httpx.AsyncClient(
+            base_url=self.url,
+            timeout=TIMEOUT,
+            limits=httpx.Limits(max_connections=None),
+            headers={"Authorization": f"Bearer {api_key}"} if api_key else {},
+            trust_env=parts.hostname not in ("127.0.0.1", "localhost", "::1"),
+        )
+
+    async def close(self) -> None:
+        await self._http.aclose()
+
+    async def connect(self) -> None:
+        """Learn model name, window and version, and warm the server up with one unrelated request."""
+        try:
+            response = await self._http.get("/v1/models")
+        except httpx.HTTPError as error:
+            raise ConfigError(
+                f"no server answers at {self.url} ({describe(error)}): start it, or check the URL"
+            ) from None
+        if response.status_code in (401, 403):
+            raise ConfigError(f"{self.url} refuses the key (HTTP {response.status_code}): give the right --api-key")
+        self._learn(response)
+        self.version = await self._read_version()
+        self.can.tokenize = await self.tokenize({"prompt": WARM_UP}) is not None
+        await self._warm_up()
+
+    def _learn(self, response: httpx.Response) -> None:
+        try:
+            models = msgspec.json.decode(response.content)["data"]
+        except (msgspec.MsgspecError, KeyError, TypeError):
+            models = []
+        if self.model is None:
+            if not models:
+                raise ConfigError(f"{self.url} lists no model at /v1/models: name it with --model")
+            self.model = models[0]["id"]
+        for model in models:
+            if model.get("id") == self.model:
+                self.window = model.get("max_model_len")
+
+    async def _read_version(self) -> str | None:
+        try:
+            response = await self._http.get("/version")
+            return str(msgspec.json.decode(response.content)["version"]) if response.is_success else None
+        except (httpx.HTTPError, msgspec.MsgspecError, KeyError, TypeError):
+            return None
+
+    async def _warm_up(self) -> None:
+        """Also finds out which fields the server refuses: asked first with all, then with fewer."""
+        planned = Planned({"messages": [{"role": "user", "content": WARM_UP}]}, out=4)
+        sample = await self.send(planned, salt="warm-up")
+        if sample.error and sample.error.startswith("HTTP 4"):
+            self.can.salt = False
+            sample = await self.send(planned)
+        if sample.error and sample.error.startswith("HTTP 4"):
+            self.can.ignore_eos = False
+            self.can.notes.append("the server refuses ignore_eos, so answers may be shorter than asked for")
+            sample = await self.send(planned)
+        if sample.error:
+            raise AnaphoraError(f"{self.url} fails a first short request: {sample.error}")
+
+    async def tokenize(self, body: dict[str, Any]) -> tuple[int, ...] | None:
+        """Token ids of a prompt or of rendered messages; None where the server cannot tell."""
+        if not self.can.tokenize:
+            return None
+        keep = ("messages", "prompt", "tools", "chat_template_kwargs")
+        content = {key: body[key] for key in keep if body.get(key) is not None}
+        try:
+            response = await self._http.post("/tokenize", json={"model": self.model, **content})
+            tokens = msgspec.json.decode(response.content)["tokens"] if response.is_success else None
+        except (httpx.HTTPError, msgspec.MsgspecError, KeyError, TypeError):
+            tokens = None
+        return None if tokens is None else tuple(tokens)
+
+    async def counters(self) -> Counters | None:
+        try:
+            response = await self._http.get("/metrics")
+            return read_counters(response.text) if response.is_success else None
+        except (httpx.HTTPError, ValueError):
+            return None
+
+    async def send(self, planned: Planned, salt: str | None = None) -> Sample:
+        """Stream one answer. Whatever goes wrong is in ``error``; nothing is raised."""
+        body = self._complete(planned, salt)
+        sample = Sample(planned, started=time.perf_counter())
+        try:
+            async with self._http.stream("POST", planned.path, json=body) as response:
+                if response.is_success:
+                    await _follow(response.aiter_lines(), sample)
+                else:
+                    sample.error = (
+                        f"HTTP {response.status_code}: {(await response.aread()).decode(errors='replace'):.300}"
+                    )
+        except httpx.HTTPError as error:
+            sample.error = describe(error)
+        sample.ended = time.perf_counter()
+        return sample
+
+    def _complete(self, planned: Planned, salt: str | None) -> dict[str, Any]:
+        body = planned.body | {"model": self.model, "stream": True, "stream_options": {"include_usage": True}}
+        body |= {"temperature": 0}
+        if planned.out is not None:
+            body.pop("max_completion_tokens", None)
+            body["max_tokens"] = planned.out
+            if planned.fixed and self.can.ignore_eos:
+                body["ignore_eos"] = True
+        if salt is not None and self.can.salt:
+            body["cache_salt"] = f"{salt}/{own}" if (own := planned.body.get("cache_salt")) else salt
+        return body
+
+
+def describe(error: Exception) -> str:
+    """Class and message of an exception, as httpx often has only one of them."""
+    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+
+
+async def _follow(lines: AsyncIterator[str], sample: Sample) -> None:
+    """Read server-sent events into ``sample``. The first token is the first event that carries content."""
+    ended = False
+    async for line in lines:
+        if not line.startswith("data:"):
+            continue
+        now = time.perf_counter()
+        data = line[5:].strip()
+        if data == "[DONE]":
+            ended = True
+            continue
+        try:
+            event = msgspec.json.decode(data)
+        except msgspec.DecodeError:
+            sample.error = f"the server sent what is no JSON: {data:.100}"
+            return
+        if event.get("error"):
+            sample.error = f"the server broke off: {event['error']!s:.300}"
+            return
+        _read_usage(event.get("usage"), sample)
+        for choice in event.get("choices") or ():
+            if _has_content(choice):
+                sample.first = sample.first or now
+                sample.last = now
+                sample.pieces += 1
+            if choice.get("finish_reason") is not None:
+                ended, sample.last = True, now
+                if choice["finish_reason"] in ("error", "abort"):
+                    sample.error = f"the answer ended with {choice['finish_reason']}"
+    if not ended:
+        sample.error = sample.error or "the stream ended without a finish reason"
+
+
+def _has_content(choice: dict[str, Any]) -> bool:
+    delta = choice.get("delta") or {}
+    return bool(
+        choice.get("text")
+        or delta.get("content")
+        or delta.get("reasoning_content")
+        or delta.get("reasoning")
+        or delta.get("tool_calls")
+    )
+
+
+def _read_usage(usage: dict[str, Any] | None, sample: Sample) -> None:
+    """The last usage counts; a field that a later one lacks is kept."""
+    if not usage:
+        return
+    for name, key in (("prompt_tokens", "prompt_tokens"), ("output_tokens", "completion_tokens")):
+        if usage.get(key) is not None:
+            setattr(sample, name, usage[key])
+    details = usage.get("prompt_tokens_details") or {}
+    if details.get("cached_tokens") is not None:
+        sample.cached_tokens = details["cached_tokens"]

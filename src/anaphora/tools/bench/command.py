@@ -1,0 +1,142 @@
+"""The run from its options to its exit code."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from pathlib import Path
+
+import msgspec
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from anaphora.errors import ConfigError
+from anaphora.tools.bench import load, replay, workloads
+from anaphora.tools.bench.client import Sample, Server
+from anaphora.tools.bench.figures import Round
+from anaphora.tools.bench.fleet import Fleet
+from anaphora.tools.bench.options import BenchOptions
+from anaphora.tools.bench.page import render_page
+from anaphora.tools.bench.report import Report, print_report
+from anaphora.tools.bench.servers import end_on_terminate
+from anaphora.tools.bench.workloads import Session
+
+DEFAULT_REQUESTS = 16
+SETTLE_SECONDS = 0.3
+TERMINATED = 128 + 15
+_NAMES = {"off": "cache off", "on": "cache on"}
+
+
+def main(options: BenchOptions) -> int:
+    """Run, print, write the files; 1 where a request failed."""
+    for name in (options.json, options.html):
+        if name and Path(name).is_dir():
+            raise ConfigError(f"{name} is a folder: name a file")
+    try:
+        report = asyncio.run(Run(options).measure())
+    except asyncio.CancelledError:
+        return TERMINATED
+    print_report(report, Console())
+    for name, render in ((options.json, _json), (options.html, render_page)):
+        if name:
+            Path(name).parent.mkdir(parents=True, exist_ok=True)
+            Path(name).write_text(render(report), encoding="utf-8")
+    return 1 if report.failed else 0
+
+
+def _json(report: Report) -> str:
+    return msgspec.json.format(msgspec.json.encode(report.as_json()), indent=2).decode() + "\n"
+
+
+class Run:
+    """One benchmark: the servers, the rounds, the sweep."""
+
+    def __init__(self, options: BenchOptions) -> None:
+        self.options = options
+        self.console = Console(stderr=True)
+        self.fleet = Fleet(options, self.say)
+        seed = options.seed if options.seed is not None else (int(time.time()) if options.remote else 0)
+        self.report = Report(options, seed)
+
+    def say(self, text: str) -> None:
+        self.console.print(f"[dim]{text}[/dim]", highlight=False)
+
+    async def measure(self) -> Report:
+        end_on_terminate()
+        columns = (TextColumn("{task.description:32}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+        try:
+            with Progress(*columns, console=self.console) as self.progress:
+                await self._rounds()
+                for concurrency in self.options.sweep:
+                    await self._sweep(concurrency)
+        finally:
+            await self.fleet.close()
+        return self.report
+
+    async def _rounds(self) -> None:
+        rounds = self.options.rounds
+        for number in range(rounds):
+            await self._round(f"round {number + 1} of {rounds}", number)
+            if number == 0 and rounds > 1 and self.options.replay and not self.report.salted:
+                self.report.warn(
+                    "the server takes no cache_salt, so a second round would find the log in its cache: "
+                    f"1 round instead of {rounds}"
+                )
+                return
+
+    async def _round(self, title: str, number: int) -> None:
+        """The same requests to every side, the order turned round each time."""
+        sides = self.fleet.sides if number % 2 == 0 else self.fleet.sides[::-1]
+        sessions = await self._sessions(await self.fleet.get(sides[0]), title, f"{self.report.seed}/{number}")
+        for side in sides:
+            seen = await self._send(side, title, sessions, self.options.concurrency)
+            self.report.rounds[side].append(seen)
+
+    async def _sweep(self, concurrency: int) -> None:
+        title = f"concurrency {concurrency}"
+        count = max(2 * concurrency, self.options.requests or DEFAULT_REQUESTS)
+        server = await self.fleet.get(self.fleet.sides[0])
+        sessions = await self._sessions(server, title, f"{self.report.seed}/sweep {concurrency}", count)
+        for side in self.fleet.sides:
+            seen = await self._send(side, title, sessions, concurrency)
+            self.report.sweep.setdefault(concurrency, {})[side] = seen
+
+    async def _sessions(self, server: Server, title: str, seed: str, count: int | None = None) -> list[Session]:
+        options = self.options
+        self.report.learn(server)
+        wanted = count or options.requests or DEFAULT_REQUESTS
+        if options.replay:
+            if options.log is None:
+                sessions = replay.read_airline(options.data, wanted)
+            else:
+                sessions = replay.read_log(options.log, options.out, options.timing)[: count or options.requests]
+            sessions, self.report.skipped = await replay.prepare(sessions, server, options.out)
+            if not sessions:
+                raise ConfigError(f"no request of the log fits the server's window of {server.window} tokens")
+        else:
+            task = self.progress.add_task(f"{title}: prompts", total=wanted)
+            maker = workloads.Maker(server, workloads.shape_of(options), seed)
+            sessions = await maker.sessions(wanted, lambda made: self.progress.advance(task, made))
+        return load.arrivals(sessions, options.rate, seed) if options.rate else sessions
+
+    async def _send(self, side: str, title: str, sessions: list[Session], concurrency: int) -> Round:
+        server, own = await self.fleet.get(side), self.fleet.own.get(side)
+        self.report.learn(server, side)
+        total = sum(len(session.requests) for session in sessions)
+        task = self.progress.add_task(f"{title}: {_NAMES[side]}", total=total)
+
+        def done(sample: Sample) -> None:
+            self.progress.advance(task)
+            if sample.error:
+                self.progress.console.print(f"[red]failed:[/red] {sample.error}", highlight=False)
+
+        salt = f"bench-{self.report.seed}-{title}" if self.options.replay else None
+        recorded = len(own.prefill_times()) if own else 0
+        before = await server.counters()
+        if self.options.rate or self.options.timing:
+            samples = await load.open_loop(server, sessions, done, salt)
+        else:
+            samples = await load.closed_loop(server, sessions, concurrency, done, salt)
+        await asyncio.sleep(SETTLE_SECONDS)
+        after = await server.counters()
+        return Round(samples, before, after, own.prefill_times()[recorded:] if own else [])

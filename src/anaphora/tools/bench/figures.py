@@ -1,0 +1,229 @@
+"""From samples to figures: what one round shows, and the median and spread over the rounds."""
+
+from __future__ import annotations
+
+import statistics
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from anaphora.tools.bench.client import Counters, Sample
+from anaphora.tools.bench.lengths import block_hits, reusable
+
+Figures = dict[str, float | None]
+
+PER = 100_000
+DAYS_A_MONTH = 30
+BLOCK = 16
+WARM_SHARE = 0.01
+
+
+@dataclass(slots=True)
+class Round:
+    """What was seen of one side in one round. ``prefills`` are seconds per request, where the server tells them."""
+
+    samples: list[Sample]
+    before: Counters | None = None
+    after: Counters | None = None
+    prefills: list[float] = field(default_factory=list)
+
+    @property
+    def good(self) -> list[Sample]:
+        return [sample for sample in self.samples if sample.error is None]
+
+
+@dataclass(frozen=True, slots=True)
+class Prices:
+    """For turning rates into hours and money; ``hour`` None where no price was given."""
+
+    per_day: int
+    hour: float | None
+
+
+def percentile(values: Sequence[float], share: float) -> float | None:
+    """Linear between the two nearest; None of nothing."""
+    if not values:
+        return None
+    ordered = sorted(values)
+    place = share * (len(ordered) - 1)
+    low = int(place)
+    high = min(low + 1, len(ordered) - 1)
+    return ordered[low] + (ordered[high] - ordered[low]) * (place - low)
+
+
+def mean(values: Sequence[float]) -> float | None:
+    return statistics.fmean(values) if values else None
+
+
+def ttft(sample: Sample) -> float | None:
+    """Seconds from sending to the first event with content."""
+    return None if sample.first is None else sample.first - sample.started
+
+
+def output_tokens(sample: Sample) -> int:
+    """From usage; without it the events with content, which are at most as many."""
+    return sample.pieces if sample.output_tokens is None else sample.output_tokens
+
+
+def itl(sample: Sample) -> float | None:
+    """Mean seconds between two tokens of one answer: (last - first) / (tokens - 1)."""
+    tokens = output_tokens(sample)
+    if sample.first is None or sample.last is None or tokens < 2:
+        return None
+    return (sample.last - sample.first) / (tokens - 1)
+
+
+def known(values: Sequence[float | None]) -> list[float]:
+    return [value for value in values if value is not None]
+
+
+def figures_of(seen: Round, prices: Prices) -> Figures:
+    """All figures of one round; None for what the server does not tell. Failed requests are in none of them."""
+    good = seen.good
+    if not good:
+        return {}
+    first_tokens = known([ttft(sample) for sample in good])
+    latencies = [sample.ended - sample.started for sample in good]
+    wall = max(sample.ended for sample in good) - min(sample.started for sample in good)
+    busy = busy_seconds(good)
+    prefill = mean(seen.prefills) or _mean_prefill(seen)
+    hours = PER / len(good) * busy / 3600
+    tokens = sum(output_tokens(sample) for sample in good)
+    found: Figures = {
+        "requests_per_s": len(good) / wall,
+        "output_tokens_per_s": tokens / wall,
+        "latency_mean_s": mean(latencies),
+        "prefill_mean_s": prefill,
+        "prefill_p50_s": percentile(seen.prefills, 0.5) or _bucket_median(seen),
+        "prefill_share": None if prefill is None else prefill / statistics.fmean(latencies),
+        "ttft_mean_s": mean(first_tokens),
+        "ttft_p50_s": percentile(first_tokens, 0.5),
+        "ttft_p99_s": percentile(first_tokens, 0.99),
+        "itl_p50_s": percentile(known([itl(sample) for sample in good]), 0.5),
+        "prompt_tokens_mean": mean(known([sample.prompt_tokens for sample in good])),
+        "output_tokens_mean": tokens / len(good),
+        "busy_share": busy / wall,
+        "gpu_hours_per_100k": hours,
+        "busy_hours_per_day": hours * prices.per_day / PER,
+    }
+    return found | _hit_rates(seen) | _money(found, prices)
+
+
+def _money(found: Figures, prices: Prices) -> Figures:
+    hour = prices.hour
+    hours, day = found["gpu_hours_per_100k"], found["busy_hours_per_day"]
+    if hour is None or hours is None or day is None:
+        return {"price_per_100k": None, "price_per_day": None, "price_per_month": None}
+    return {
+        "price_per_100k": hours * hour,
+        "price_per_day": day * hour,
+        "price_per_month": day * hour * DAYS_A_MONTH,
+    }
+
+
+def _hit_rates(seen: Round) -> Figures:
+    cached = [(sample.cached_tokens, sample.prompt_tokens) for sample in seen.good if sample.cached_tokens is not None]
+    told = len(cached) == len(seen.good)
+    rates: Figures = {
+        "hit_rate": token_hit_rate(seen)[0],
+        "hit_rate_requests": sum(hit >= BLOCK for hit, _ in cached) / len(cached) if told else None,
+        "hit_rate_requests_any": sum(hit > 0 for hit, _ in cached) / len(cached) if told else None,
+    }
+    prompts = [sample.planned.tokens for sample in seen.good]
+    if all(prompts):
+        hits = block_hits([tokens for tokens in prompts if tokens], BLOCK)
+        rates["hit_rate_possible"] = sum(hits) / sum(len(tokens) for tokens in prompts if tokens)
+        rates["hit_rate_requests_possible"] = sum(hit > 0 for hit in hits) / len(hits)
+    return rates
+
+
+def token_hit_rate(seen: Round) -> tuple[float | None, str]:
+    """Cached tokens over prompt tokens, and whence: the server's ``metrics``, else ``usage``, else ``unknown``."""
+    queries, hits = _moved(seen, "queries"), _moved(seen, "hits")
+    if queries and hits is not None:
+        return hits / queries, "metrics"
+    pairs = [(s.cached_tokens, s.prompt_tokens) for s in seen.good if s.cached_tokens is not None and s.prompt_tokens]
+    if pairs:
+        return sum(hit for hit, _ in pairs) / sum(prompt for _, prompt in pairs), "usage"
+    return (None, "unknown") if queries is None else (0.0, "metrics")
+
+
+def _moved(seen: Round, name: str) -> float | None:
+    """By how much a counter of /metrics rose during the round."""
+    before, after = getattr(seen.before, name, None), getattr(seen.after, name, None)
+    return None if before is None or after is None else float(after - before)
+
+
+def busy_seconds(samples: Sequence[Sample]) -> float:
+    """Seconds in which at least one request was in flight."""
+    total, until = 0.0, float("-inf")
+    for sample in sorted(samples, key=lambda sample: sample.started):
+        total += max(0.0, sample.ended - max(sample.started, until))
+        until = max(until, sample.ended)
+    return total
+
+
+def peak_in_flight(samples: Sequence[Sample]) -> int:
+    edges = sorted([(s.started, 1) for s in samples] + [(s.ended, -1) for s in samples])
+    running = peak = 0
+    for _, change in edges:
+        running += change
+        peak = max(peak, running)
+    return peak
+
+
+def _mean_prefill(seen: Round) -> float | None:
+    seconds, count = _moved(seen, "prefill_s"), _moved(seen, "prefills")
+    return seconds / count if count and seconds is not None else None
+
+
+def _bucket_median(seen: Round) -> float | None:
+    """The median prefill by linear interpolation within its histogram bucket."""
+    if not seen.before or not seen.after or not seen.after.prefill_buckets:
+        return None
+    counts = sorted((b, n - seen.before.prefill_buckets.get(b, 0.0)) for b, n in seen.after.prefill_buckets.items())
+    half = counts[-1][1] / 2
+    low, below = 0.0, 0.0
+    for bound, count in counts:
+        if half and count >= half:
+            if bound == float("inf"):
+                return low or None
+            return low + (bound - low) * (half - below) / (count - below)
+        low, below = bound, count
+    return None
+
+
+def warm_share(seen: Round) -> float:
+    """Share of the prompt tokens that came from the cache though no other prompt of this round has them.
+
+    One block of grace a request: the server's own answers may by chance begin like a scripted one.
+    """
+    counted = [s for s in seen.good if s.cached_tokens is not None and s.planned.tokens]
+    prompts = [sample.planned.tokens or () for sample in counted]
+    excess = sum(
+        max(0, (sample.cached_tokens or 0) - shared - BLOCK)
+        for sample, shared in zip(counted, reusable(prompts), strict=True)
+    )
+    return excess / max(1, sum(map(len, prompts)))
+
+
+def medians(rounds: Sequence[Figures]) -> tuple[Figures, dict[str, tuple[float, float]]]:
+    """The median of each figure over the rounds, and its smallest and largest value."""
+    names = dict.fromkeys(name for figures in rounds for name in figures)
+    values = {name: known([figures.get(name) for figures in rounds]) for name in names}
+    return (
+        {name: statistics.median(found) if found else None for name, found in values.items()},
+        {name: (min(found), max(found)) for name, found in values.items() if found},
+    )
+
+
+def foreign_share(seen: Round) -> float:
+    """By how much the server's count of looked-up tokens differs from our prompts': other people's traffic."""
+    queries = _moved(seen, "queries")
+    ours = sum(sample.prompt_tokens or 0 for sample in seen.samples)
+    return abs(queries - ours) / ours if queries and ours else 0.0
+
+
+def errors_of(rounds: Sequence[Round]) -> dict[str, int]:
+    """What went wrong, and how often."""
+    return dict(Counter(sample.error for seen in rounds for sample in seen.samples if sample.error).most_common())

@@ -1,0 +1,110 @@
+"""Whether a run can be believed: what the server cached that it should not have, and what it did not cache."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from anaphora.tools.bench.figures import (
+    BLOCK,
+    WARM_SHARE,
+    Round,
+    errors_of,
+    foreign_share,
+    known,
+    token_hit_rate,
+    warm_share,
+)
+from anaphora.tools.bench.lengths import block_hits, reusable
+
+FOREIGN_SHARE = 0.02
+SHORT_OF_POSSIBLE = 0.1
+CPU_NOTE = (
+    "These are machine hours of this CPU. A small model on a CPU shows how the cache works; its ratio is not that of a "
+    "large model on a card."
+)
+
+
+def judge(side: str, rounds: Sequence[Round], alone: bool) -> list[str]:
+    """What must be said about one side. ``alone``: there is one server only, which may cache as it likes."""
+    if not rounds:
+        return []
+    name = "the server" if alone else f"the {side} side"
+    found = _failures(name, rounds)
+    found += _unwanted_hits(name, rounds) if side == "off" else _missing_hits(name, rounds)
+    warm = max((warm_share(seen) for seen in rounds if seen.good), default=0.0)
+    if warm > WARM_SHARE:
+        found.append(
+            f"{name.upper()} WAS WARM: at least {warm:.0%} of the prompt tokens came from its cache though no prompt "
+            "of this run has them. It had answered these prompts before; choose another --seed"
+        )
+    return found + _lengths(name, rounds) + _traffic(name, rounds)
+
+
+def _failures(name: str, rounds: Sequence[Round]) -> list[str]:
+    total = sum(len(seen.samples) for seen in rounds)
+    return [f"{name} failed {count} of {total} requests: {error}" for error, count in errors_of(rounds).items()]
+
+
+def _unwanted_hits(name: str, rounds: Sequence[Round]) -> list[str]:
+    cached = sum(sample.cached_tokens or 0 for seen in rounds for sample in seen.samples)
+    rate = max(known([token_hit_rate(seen)[0] for seen in rounds]), default=0.0)
+    if not cached and not rate:
+        return []
+    told = f"{cached:,} prompt tokens" if cached else f"{rate:.1%} of the prompt tokens"
+    return [f"{name.upper()} CACHED: {told} came from a cache that should be off. The comparison is worth nothing"]
+
+
+def _missing_hits(name: str, rounds: Sequence[Round]) -> list[str]:
+    prompts = [[sample.planned.tokens or () for sample in seen.good] for seen in rounds]
+    if not all(all(tokens) for tokens in prompts) or not any(prompts):
+        possible = math.nan
+    else:
+        possible = sum(sum(block_hits(tokens, BLOCK)) for tokens in prompts) / sum(len(t) for p in prompts for t in p)
+    rates = known([token_hit_rate(seen)[0] for seen in rounds])
+    if not rates:
+        return [f"{name} tells neither counters nor cached tokens, so its hit rate is unknown"]
+    if max(rates) == 0:
+        if possible == 0:
+            longest = max((shared for tokens in prompts for shared in reusable(tokens)), default=0)
+            return [f"{name} hit nothing, and could not: the prompts share at most {longest} tokens"]
+        return [
+            f"{name} HIT NOTHING. The cache may be off, its block may be longer than the shared beginning, it may be "
+            "too small for one prompt, or something rewrites the prompts on the way (an id in front, for example)"
+        ]
+    if possible - max(rates) > SHORT_OF_POSSIBLE:
+        return [
+            f"{name} reused {max(rates):.1%} of the prompt tokens; an unlimited cache would reuse {possible:.1%}. "
+            "Blocks were evicted, or equal beginnings were computed at the same time"
+        ]
+    return []
+
+
+def _lengths(name: str, rounds: Sequence[Round]) -> list[str]:
+    found = []
+    good = [sample for seen in rounds for sample in seen.good]
+    wrong = [s for s in good if s.planned.wanted and s.prompt_tokens and s.planned.wanted != s.prompt_tokens]
+    if wrong:
+        first = wrong[0]
+        found.append(
+            f"{name} counted another length than asked for in {len(wrong)} of {len(good)} prompts "
+            f"(for example {first.prompt_tokens} instead of {first.planned.wanted} tokens)"
+        )
+    short = [s for s in good if s.planned.fixed and s.planned.out and s.output_tokens not in (None, s.planned.out)]
+    if short:
+        found.append(f"{name} gave {len(short)} of {len(good)} answers another length than asked for")
+    if without := sum(sample.output_tokens is None for sample in good):
+        found.append(f"{name} sent no usage with {without} of {len(good)} answers: their tokens are counted by events")
+    if silent := sum(sample.first is None for sample in good):
+        found.append(f"{name} sent no text in {silent} of {len(good)} answers: they have no time to first token")
+    return found
+
+
+def _traffic(name: str, rounds: Sequence[Round]) -> list[str]:
+    foreign = max((foreign_share(seen) for seen in rounds), default=0.0)
+    if foreign <= FOREIGN_SHARE:
+        return []
+    return [
+        f"{name}'s counters moved by {foreign:.0%} more or less than this run's prompts: it had other traffic, "
+        "or counts preempted requests twice"
+    ]

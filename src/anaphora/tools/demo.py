@@ -1,0 +1,121 @@
+"""The story of the prefix cache in four requests: cold, hit, an id in front, the id at the end."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import sys
+from collections.abc import Callable
+
+from rich.console import Console
+from rich.text import Text
+
+from anaphora.errors import AnaphoraError
+from anaphora.tools.bench.client import Planned, Sample, Server
+from anaphora.tools.bench.figures import ttft
+from anaphora.tools.bench.servers import OwnServer, end_on_terminate
+from anaphora.tools.bench.workloads import Maker, Shape
+
+SHAPE = Shape(shared=2300, own=120, out=16)
+BAR_WIDTH = 48
+CACHED, COMPUTED = "green", "red"
+
+
+def request_id() -> str:
+    return f"[Request ID: {secrets.token_hex(8)}]"
+
+
+def in_front(prompt: str) -> str:
+    """A tracing id before everything else: no beginning is ever the same again."""
+    return f"{request_id()}\n{prompt}"
+
+
+def at_the_end(prompt: str) -> str:
+    """The same id behind what the user wrote."""
+    return f"{prompt}\n{request_id()}"
+
+
+def unchanged(prompt: str) -> str:
+    return prompt
+
+
+STEPS: tuple[tuple[str, str, Callable[[str], str]], ...] = (
+    ("cold", "The first customer asks. Nobody has sent this system prompt before.", unchanged),
+    ("hit", "Another customer, another question, the same system prompt.", unchanged),
+    ("id in front", "The same with a request id in front, for tracing.", in_front),
+    ("id at the end", "The id moved to the end of the user's message.", at_the_end),
+)
+
+
+def bar(sample: Sample) -> Text:
+    """Cached and computed tokens of a prompt, to scale."""
+    total, cached = sample.prompt_tokens or 0, sample.cached_tokens or 0
+    filled = round(BAR_WIDTH * cached / total) if total else 0
+    return Text.assemble(
+        ("█" * filled, CACHED),
+        ("█" * (BAR_WIDTH - filled), COMPUTED),
+        f" {cached:,} cached, {total - cached:,} computed",
+    )
+
+
+async def tell(server: Server, console: Console) -> list[Sample]:
+    """Send the four requests, one after the other, and print each as it went. Raises AnaphoraError where one fails."""
+    sessions = await Maker(server, SHAPE, secrets.token_hex(4)).sessions(len(STEPS), lambda made: None)
+    console.print(
+        f"A system prompt of about {SHAPE.shared:,} tokens and a question of {SHAPE.own} for {server.model}.\n"
+    )
+    samples = []
+    for number, ((name, story, change), session) in enumerate(zip(STEPS, sessions, strict=True), 1):
+        console.print(f"[bold]{number}. {name}[/bold]: {story}", highlight=False)
+        # As plain text: a chat template would put its own first tokens, which are always the same, before the id.
+        prompt = "\n\n".join(message["content"] for message in session.requests[0].body["messages"])
+        sample = await server.send(Planned({"prompt": change(prompt)}, SHAPE.out))
+        seconds = ttft(sample)
+        if sample.error or seconds is None:
+            raise AnaphoraError(f"the server failed the request: {sample.error or 'it sent no text'}")
+        console.print(bar(sample))
+        console.print(f"   first token after [bold]{seconds:.2f} s[/bold]\n", highlight=False)
+        samples.append(sample)
+    return samples
+
+
+def summary(samples: list[Sample]) -> str:
+    cold, hit, front, end = (ttft(sample) or 0.0 for sample in samples)
+    return (
+        f"One model, one server, the same words. From the cache the first token came {cold / hit:.0f} times sooner; "
+        f"an id in front threw that away ({front:.2f} s), at the end it cost nothing ({end:.2f} s)."
+    )
+
+
+async def run(console: Console) -> None:
+    end_on_terminate()
+    console.print("[dim]starting anaphora serve …[/dim]")
+    own = OwnServer(None, caching=True)
+    try:
+        seconds = await own.ready()
+        console.print(f"[dim]ready after {seconds:.0f} s at {own.url}[/dim]\n", highlight=False)
+        server = Server(own.url)
+        try:
+            await server.connect()
+            samples = await tell(server, console)
+        finally:
+            await server.close()
+    finally:
+        own.stop()
+    console.print(f"{summary(samples)}\nThe A/B with hours and prices: make bench", highlight=False)
+
+
+def main() -> int:
+    """Run the demo; the exit code."""
+    try:
+        asyncio.run(run(Console()))
+    except AnaphoraError as error:
+        print(f"error: {error.message}", file=sys.stderr)
+        return error.exit_code
+    except (KeyboardInterrupt, asyncio.CancelledError):
+        return 130
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
