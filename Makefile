@@ -15,7 +15,7 @@ help: ## show this list
 
 bench: $(MODEL) ## the same requests with the prefix cache off and on: table, results/bench.json, results/bench.html
 	@mkdir -p results
-	$(BIN)/anaphora bench --workload customer-service --requests 16 --concurrency 8 \
+	$(BIN)/anaphora bench --workload customer-service --requests 16 --concurrency 8 --time-limit 280 \
 	  --json results/bench.json --html results/bench.html
 
 demo: $(MODEL) ## one prompt cold, warm, with a request id in front, and with the id at the end: 90 seconds

@@ -56,6 +56,13 @@ def send(fake: Fake, planned: Planned) -> Sample:
         return asyncio.run(once())
 
 
+def test_no_round_begins_that_would_end_after_the_time_limit(tmp_path: Path) -> None:
+    found, code = compare(tmp_path, Fake(caching=False), Fake(), rounds=9, requests=2, time_limit=0.001)
+    assert code == 0
+    assert len(found["on"]["rounds"]) == len(found["off"]["rounds"]) == 1
+    assert any("1 of 9 rounds" in warning for warning in found["warnings"])
+
+
 def test_hit_rates_are_those_of_the_servers_cache(tmp_path: Path) -> None:
     off, on = Fake(caching=False), Fake()
     found, code = compare(tmp_path, off, on, rounds=2)
@@ -110,7 +117,7 @@ def test_the_json_has_what_it_promises(tmp_path: Path) -> None:
         assert values["itl_p50_s"] >= 0
         assert values["prefill_share"] == pytest.approx(values["prefill_mean_s"] / values["latency_mean_s"])
     hours = [found[side]["gpu_hours_per_100k"] for side in ("off", "on")]
-    assert found["cost_ratio"] == pytest.approx(hours[1] / hours[0])
+    assert found["cost_ratio"] == pytest.approx(hours[0] / hours[1])
 
 
 def busy(values: dict[str, Any]) -> float:

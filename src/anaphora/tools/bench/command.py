@@ -57,6 +57,7 @@ class Run:
         self.fleet = Fleet(options, self.say)
         seed = options.seed if options.seed is not None else (int(time.time()) if options.remote else 0)
         self.report = Report(options, seed)
+        self._started = time.monotonic()
 
     def say(self, text: str) -> None:
         self.console.print(f"[dim]{text}[/dim]", highlight=False)
@@ -76,13 +77,22 @@ class Run:
     async def _rounds(self) -> None:
         rounds = self.options.rounds
         for number in range(rounds):
+            begun = time.monotonic()
             await self._round(f"round {number + 1} of {rounds}", number)
+            if number + 1 < rounds and self._too_late(time.monotonic() - begun):
+                self.report.warn(f"{number + 1} of {rounds} rounds: another would not end within --time-limit")
+                return
             if number == 0 and rounds > 1 and self.options.replay and not self.report.salted:
                 self.report.warn(
                     "the server takes no cache_salt, so a second round would find the log in its cache: "
                     f"1 round instead of {rounds}"
                 )
                 return
+
+    def _too_late(self, round_seconds: float) -> bool:
+        """Whether one more round that takes as long would end after the time limit."""
+        limit = self.options.time_limit
+        return limit is not None and time.monotonic() - self._started + round_seconds > limit
 
     async def _round(self, title: str, number: int) -> None:
         """The same requests to every side, the order turned round each time."""

@@ -53,6 +53,9 @@ class BenchOptions:
         None, "arrivals a second (random times, open loop) instead of --concurrency", metavar="REQ/S"
     )
     rounds: int = option(2, "rounds; each has fresh prompts, the order of off and on alternates", metavar="N")
+    time_limit: float | None = option(
+        None, "begin no further round that would end later than this many seconds after the start", metavar="SECONDS"
+    )
     per_day: int = option(100_000, "requests a day, for the hours and the price", metavar="N")
     seed: int | None = option(
         None, "of texts and arrivals (default: 0 for own servers, a new one for a URL, which may be warm)"
@@ -95,7 +98,7 @@ class BenchOptions:
             value = getattr(self, name)
             if value is not None and value < low:
                 raise ConfigError(f"--{name.replace('_', '-')} must be at least {low}, got {value}")
-        for name in ("rate", "gpu_hour_price"):
+        for name in ("rate", "gpu_hour_price", "time_limit"):
             value = getattr(self, name)
             if value is not None and not 0 < value < float("inf"):
                 raise ConfigError(f"--{name.replace('_', '-')} must be a number above 0, got {value}")
