@@ -52,6 +52,10 @@ class OwnServer:
             )
 
     @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    @property
     def _output(self) -> Path:
         return self.folder / "output.txt"
 
