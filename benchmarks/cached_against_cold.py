@@ -28,18 +28,18 @@ CUT = 1500
 ANSWER = 16
 
 
-def prompts(folder: Path, count: int, llm: LLM) -> list[list[int]]:
-    """Requests of the log in order, several turns of each conversation, cut to CUT tokens."""
+def prompts(folder: Path, count: int, cut: int, llm: LLM) -> list[list[int]]:
+    """Requests of the log in order, several turns of each conversation, cut to ``cut`` tokens."""
     tokenizer = llm.get_tokenizer()
     template = tokenizer.chat_template
     assert template is not None
     found: list[list[int]] = []
-    for line in (folder / "airline_conversations.jsonl").open():
+    for line in (folder / "airline_conversations.jsonl").read_text().splitlines():
         messages = json.loads(line)["messages"]
         turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
         for turn in turns[:3]:
             text = template.render(messages[:turn])
-            found.append(tokenizer.encode(text, add_special_tokens=False)[:CUT])
+            found.append(tokenizer.encode(text, add_special_tokens=False)[:cut])
             if len(found) == count:
                 return found
     raise SystemExit(f"the log holds {len(found)} requests, fewer than the {count} asked for")
@@ -64,12 +64,16 @@ def logits_of(llm: LLM, ids: list[int], tokens: int) -> tuple[list[int], list[to
     return output.outputs[0].token_ids, seen, output.num_cached_tokens
 
 
-def compare(folder: Path, count: int, dtype: str, tokens: int) -> dict[str, Any]:
+def compare(folder: Path, count: int, dtype: str, tokens: int, cut: int = CUT) -> dict[str, Any]:
     gaps: list[float] = []
     flips: list[dict[str, float]] = []
     cached_tokens: list[int] = []
-    with LLM(dtype=dtype, enable_prefix_caching=False) as cold, LLM(dtype=dtype) as warm:
-        requests = prompts(folder, count, cold)
+    pool = "512M"
+    with (
+        LLM(dtype=dtype, kv_cache_memory_bytes=pool, enable_prefix_caching=False) as cold,
+        LLM(dtype=dtype, kv_cache_memory_bytes=pool) as warm,
+    ):
+        requests = prompts(folder, count, cut, cold)
         for done, ids in enumerate(requests):
             print(f"\r{dtype}: {done + 1} of {count}", end="", file=sys.stderr)
             expected, cold_logits, none = logits_of(cold, ids, tokens)

@@ -300,7 +300,7 @@ class FinishReason(enum.StrEnum):
 class CacheReport:
     """What one lookup found, and why not more. Fixed when the request is first scheduled.
 
-    ``reason``: ``hit`` (nothing more could hit), ``cold``, ``diverged``, ``evicted``, ``bypassed``, ``short``;
+    ``reason``: ``hit`` (nothing more could hit), ``cold``, ``diverged``, ``evicted`` or ``bypassed``;
     ``detail`` says it in words that hold nothing of another tenant. ``position`` is the first token that was not
     reused; ``waited`` says that the request waited for another's computation of the same prefix.
     """
