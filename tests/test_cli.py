@@ -52,6 +52,15 @@ def test_other_token_counts_are_refused_by_flag_and_value(text: str) -> None:
         cli.parse("serve", [f"--max-model-len={text}"])
 
 
+@pytest.mark.parametrize("flags", ["--max-model-len 0", "--max-model-len 1", f"--seed {2**63}"])
+def test_numbers_that_no_engine_can_work_with_are_refused_by_flag(
+    served: list[Any], capsys: pytest.CaptureFixture[str], flags: str
+) -> None:
+    assert cli.main(["serve", *flags.split()]) == 2
+    assert capsys.readouterr().err.startswith(f"error: {flags.split()[0]} must ")
+    assert not served
+
+
 def test_sizes_take_suffixes() -> None:
     assert given("--kv-cache-memory-bytes", "512M") == {"kv_cache_memory_bytes": 512 * 2**20}
     assert given("--max-body-size", "4g") == {"max_body_bytes": 4 * 10**9}
@@ -235,7 +244,7 @@ def test_without_the_extra_serve_says_how_to_install_it(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["srve"], "there is no command 'srve' (did you mean serve?); the commands are serve, bench"),
+        (["srve"], "there is no command 'srve' (did you mean serve?); the commands are serve, bench, doctor, explain"),
         (["--sevre"], "there is no flag --sevre (see anaphora --help)"),
         (["serve", "a", "b"], "unexpected argument 'b' (see anaphora serve --help)"),
     ],

@@ -97,9 +97,10 @@ def _add_option(parser: argparse.ArgumentParser, field: Field[Any], hint: Any) -
         more["type"] = kinds[0]
     if meta.get("positional"):
         name = field.name.upper()
-        parser.add_argument(
-            f"--{field.name}", dest=f"{field.name}_flag", metavar=name, **_only(more, "type", "default")
-        )
+        if meta.get("also_flag"):
+            parser.add_argument(
+                f"--{field.name}", dest=f"{field.name}_flag", metavar=name, **_only(more, "type", "default")
+            )
         more.pop("dest")
         parser.add_argument(field.name, **more | {"nargs": "?", "metavar": name})
         return
@@ -214,6 +215,30 @@ def _bench(options: argparse.Namespace) -> int:
     return run(_make(BenchOptions, options))
 
 
+def _doctor_settings() -> tuple[type, ...]:
+    from anaphora.tools.doctor import DoctorOptions
+
+    return (DoctorOptions,)
+
+
+def _doctor(options: argparse.Namespace) -> int:
+    from anaphora.tools.doctor import DoctorOptions, run
+
+    return run(_make(DoctorOptions, options))
+
+
+def _explain_settings() -> tuple[type, ...]:
+    from anaphora.tools.doctor import ExplainOptions
+
+    return (ExplainOptions,)
+
+
+def _explain(options: argparse.Namespace) -> int:
+    from anaphora.tools.doctor import ExplainOptions, explain
+
+    return explain(_make(ExplainOptions, options))
+
+
 COMMANDS = {
     "serve": Command(
         "OpenAI-compatible HTTP server with automatic prefix caching",
@@ -228,6 +253,16 @@ COMMANDS = {
         _bench_settings,
         _bench,
         epilog="After -- come flags of anaphora serve for the servers that the benchmark starts.",
+    ),
+    "doctor": Command(
+        "why prompts miss: where their beginnings break, what it costs, what would be reused",
+        _doctor_settings,
+        _doctor,
+    ),
+    "explain": Command(
+        "where and why a second request body stops reusing a first one",
+        _explain_settings,
+        _explain,
     ),
 }
 

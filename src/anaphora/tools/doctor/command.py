@@ -1,0 +1,100 @@
+"""The doctor from its options to its exit code."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.text import Text
+
+from anaphora.errors import ConfigError
+from anaphora.tools.doctor import fix, heads, template, terminal
+from anaphora.tools.doctor.diagnose import Diagnosis, diagnose
+from anaphora.tools.doctor.load import Log, load, load_model
+from anaphora.tools.doctor.options import DoctorOptions, ExplainOptions
+from anaphora.tools.doctor.page import render_page
+from anaphora.tools.doctor.report import as_json
+from anaphora.tools.doctor.usage import read_prices
+
+_STYLES = {"good": "green", "breaks": "bold red", "note": "yellow"}
+
+
+def main(options: DoctorOptions) -> int:
+    """Examine, print, write the files. 1 where the hit rate is below ``min_hit_rate``."""
+    for name in (options.json, options.html, options.fix):
+        if name and Path(name).is_dir():
+            raise ConfigError(f"{name} is a folder: name a file")
+    if options.template is not None:
+        return _template(options.template, options.json)
+    prices = read_prices(options.prices) if options.prices else {}
+    if options.heads:
+        heads.show(_load(options, lambda *_: None), Console())
+        return 0
+    diagnosis = examine(options)
+    data = as_json(diagnosis, options, prices)
+    terminal.show(data, Console())
+    if options.fix:
+        assert options.log is not None
+        written, changed = fix.write(diagnosis, options.log, options.fix)
+        Console().print(f"{options.fix}: {written:,} requests, {changed:,} of them changed", highlight=False)
+    if options.html:
+        _write(options.html, render_page(diagnosis, data))
+    if options.json:
+        _write(options.json, msgspec.json.format(msgspec.json.encode(data), indent=2).decode() + "\n")
+    low = options.min_hit_rate is not None and data["hit_rate"] < options.min_hit_rate
+    return 1 if low else 0
+
+
+def explain(options: ExplainOptions) -> int:
+    """Compare two bodies and say where and why they part."""
+    assert options.first is not None
+    assert options.second is not None
+    heads.explain(options.first, options.second, load_model(options.model, options.chat_template), Console())
+    return 0
+
+
+def _template(name: str, json: str | None) -> int:
+    """Play a template; 1 where a turn does not extend the one before it."""
+    console = Console()
+    checks = template.examine(template.load_template(name))
+    for check in checks:
+        word = "good" if not check.problem else "breaks" if check.breaks else "note"
+        said = f"{check.name}: {check.problem}" if check.problem else check.name
+        console.print(Text(f"{word:8}", style=_STYLES[word]) + Text(said))
+        for title, text in (("before", check.before), ("after", check.after)):
+            if text:
+                console.print(Text(f"          {title}: {text!r}", style="dim"))
+    if json:
+        _write(json, msgspec.json.format(msgspec.json.encode(list(template.as_json(checks))), indent=2).decode() + "\n")
+    return 1 if any(check.problem and check.breaks for check in checks) else 0
+
+
+def _load(options: DoctorOptions, seen: Callable[[int], None]) -> Log:
+    assert options.log is not None
+    return load(options.log, load_model(options.model, options.chat_template), seen)
+
+
+def examine(options: DoctorOptions) -> Diagnosis:
+    """Read the log and diagnose it, with a progress bar on standard error."""
+    columns = (TextColumn("{task.description:36}"), BarColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+        path = Path(options.log or "-")
+        task = progress.add_task("reading", total=path.stat().st_size if path.is_file() else None)
+        log = _load(options, lambda done: progress.update(task, completed=done))
+        return diagnose(
+            log,
+            block_size=options.block_size,
+            cache_tokens=options.cache_tokens,
+            advance=lambda what: progress.update(task, description=what, total=None),
+        )
+
+
+def _write(path: str, text: str) -> None:
+    try:
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        Path(path).write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"cannot write {path}: {error.strerror}") from None

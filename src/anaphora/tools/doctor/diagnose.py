@@ -1,0 +1,212 @@
+"""From a log to its diagnosis: what breaks, what mending each break would save, what the best rate is."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from anaphora.tools.doctor import conversations, history, latent, slots, toolset
+from anaphora.tools.doctor.findings import Finding, Repair, Stage
+from anaphora.tools.doctor.load import Log
+from anaphora.tools.doctor.rerun import Outcome, run, run_limited
+from anaphora.tools.doctor.simulate import UnlimitedCache
+
+MOST_TRIED = 10
+LEAST_SHARE = 0.004
+"""A break whose repair saves less than this share of all prompt tokens is worth nothing."""
+LEAST_TOKENS = 8
+"""... and so is one that saves fewer tokens than this in each request that it concerns."""
+LIMITS = ("cold", "ended", "block_too_large", "cache_too_small", "routing_key")
+FEW_REQUESTS = 20
+"""In a log of at least so many, what would help one request only is chance."""
+_COMES_AGAIN = ("date", "clock_time", "version")
+"""What a log shows once will happen again."""
+COLD_TOKENS = 16
+
+
+@dataclass(slots=True)
+class Break:
+    """A finding with its price. ``repair`` is the better of the finding's repairs, None where none is worth it.
+
+    ``tokens_lost`` is what mending it saves once all breaks at earlier places of the prompt are mended.
+    """
+
+    finding: Finding
+    repair: Repair | None
+    tokens_lost: int
+    requests: int
+    predicted_hit_rate: float
+    status: str
+
+
+@dataclass(slots=True)
+class Diagnosis:
+    log: Log
+    before: Outcome
+    best: Outcome
+    breaks: list[Break]
+    limits: Counter[str] = field(default_factory=Counter)
+    limited: Outcome | None = None
+    conversations: int = 0
+    stages: list[Stage] = field(default_factory=list)
+
+
+def diagnose(
+    log: Log,
+    *,
+    block_size: int = 1,
+    cache_tokens: int | None = None,
+    advance: Callable[[str], None] = lambda _: None,
+) -> Diagnosis:
+    """Find and price every break. ``advance`` is called with what comes next, in words."""
+    advance("running the log as it is")
+    before = run(log, block_size=block_size, keep=True)
+    advance("finding conversations")
+    previous, own = conversations.link(log.prompts, log.store)
+    advance("comparing texts")
+    in_texts, moves = slots.find(log, own)
+    in_tools, tools = toolset.find(log, previous)
+    in_history, spliced = history.find(log, previous)
+    stages: list[Stage] = [moves, tools, spliced]
+    for finding in in_history:
+        if finding.kind == "moved_system":
+            _keep_behind(finding.repairs[0], moves)
+    in_order = [*in_texts, *in_tools, *in_history]
+    found = sorted(in_order, key=lambda finding: (finding.kind != "moved_system", finding.order))
+    chosen = _promising(found)
+    best, breaks = _price(log, chosen, stages, before, block_size, advance)
+    breaks += [
+        Break(f, None, 0, 0, before.hit_rate, "latent") for f in found if f not in chosen and f.kind != "user_data"
+    ]
+    breaks += [Break(f, None, 0, 0, before.hit_rate, "latent") for f in latent.find(log, in_texts)]
+    breaks.sort(key=lambda item: (-item.tokens_lost, item.finding.order))
+    limited = None
+    if cache_tokens is not None:
+        advance("running the log with the limited cache")
+        limited = run_limited(log, cache_tokens, max(block_size, 16))
+    diagnosis = Diagnosis(log, before, best, breaks, limited=limited, conversations=len(set(own)), stages=stages)
+    diagnosis.limits = _limits(diagnosis, block_size)
+    return diagnosis
+
+
+def _keep_behind(repair: Repair, moves: slots.SlotMoves) -> None:
+    """Constant system text goes to the front only together with what changes in it going behind the history."""
+    inner = repair.switch
+
+    def switch(on: bool) -> None:
+        inner(on)
+        moves.all_system = on
+
+    repair.switch = switch
+
+
+def _promising(found: Sequence[Finding]) -> list[Finding]:
+    """Those seen most; each is re-run several times."""
+    most = sorted(found, key=lambda finding: -finding.seen)[:MOST_TRIED]
+    return [finding for finding in found if finding in most]
+
+
+def _price(
+    log: Log,
+    found: Sequence[Finding],
+    stages: list[Stage],
+    before: Outcome,
+    block_size: int,
+    advance: Callable[[str], None],
+) -> tuple[Outcome, list[Break]]:
+    """Mend one break after the other, from the beginning of the prompt to its end, and keep what each saves."""
+    current = before
+    breaks: list[Break] = []
+    for finding in found:
+        advance(f"mending: {finding.kind}")
+        tried: list[tuple[Outcome, Repair]] = []
+        for repair in finding.repairs:
+            repair.switch(True)
+            tried.append((run(log, stages, block_size=block_size), repair))
+            repair.switch(False)
+        after, repair = min(tried, key=lambda entry: entry[0].computed)
+        saved = current.computed - after.computed
+        total = current.total
+        gains = [
+            gain
+            for n, c, m, d in zip(current.tokens, current.cached, after.tokens, after.cached, strict=True)
+            if (gain := (n - c) - (m - d)) >= LEAST_TOKENS
+        ]
+        enough = len(gains) > 1 or len(log.prompts) < FEW_REQUESTS or finding.kind in _COMES_AGAIN
+        worth = bool(gains) and enough and saved >= max(LEAST_SHARE * before.total, LEAST_TOKENS * len(gains))
+        if worth:
+            repair.switch(True)
+            current = after
+        breaks.append(
+            Break(
+                finding,
+                repair if worth else None,
+                max(0, saved),
+                len(gains),
+                _rate(before, saved, after.total - total) if worth else before.hit_rate,
+                finding.status if worth else "latent",
+            )
+        )
+    return _placed_again(log, stages, before, current, breaks, block_size), breaks
+
+
+def _placed_again(
+    log: Log, stages: list[Stage], before: Outcome, current: Outcome, breaks: list[Break], block_size: int
+) -> Outcome:
+    """Try each repair's other places once more now that all breaks are mended; what that saves belongs to its break."""
+    mended = [item for item in breaks if item.repair is not None]
+    for item in mended if len(mended) > 1 else ():
+        for other in item.finding.repairs:
+            if other is item.repair or item.repair is None:
+                continue
+            item.repair.switch(False)
+            other.switch(True)
+            after = run(log, stages, block_size=block_size)
+            if after.computed < current.computed:
+                item.tokens_lost += current.computed - after.computed
+                item.predicted_hit_rate = _rate(before, item.tokens_lost, after.total - before.total)
+                item.repair, current = other, after
+            else:
+                other.switch(False)
+                item.repair.switch(True)
+    return current
+
+
+def _rate(before: Outcome, saved: int, longer: int) -> float:
+    """The hit rate where ``saved`` tokens fewer are computed and prompts are ``longer`` tokens longer in all."""
+    return 1 - (before.computed - saved) / max(1, before.total + longer)
+
+
+def _limits(diagnosis: Diagnosis, block_size: int) -> Counter[str]:
+    """Why requests found no more where nothing is broken."""
+    log, before = diagnosis.log, diagnosis.before
+    limits: Counter[str] = Counter(dict.fromkeys(LIMITS, 0))
+    gained = {
+        n
+        for n, (a, b, c, d) in enumerate(
+            zip(before.tokens, before.cached, diagnosis.best.tokens, diagnosis.best.cached, strict=True)
+        )
+        if (a - b) - (c - d) >= LEAST_TOKENS
+    }
+    shared = _without_roots(log) if len({prompt.root for prompt in log.prompts}) > 1 else None
+    for prompt, found, tokens in zip(log.prompts, before.found, before.tokens, strict=True):
+        if prompt.number in gained:
+            continue
+        if shared is not None and shared[prompt.number] > found.tokens + COLD_TOKENS:
+            limits["routing_key"] += 1
+        elif found.tokens >= min(COLD_TOKENS, tokens - 1) and found.tokens < block_size:
+            limits["block_too_large"] += 1
+        elif found.tokens < COLD_TOKENS and found.tokens < tokens - 1:
+            limits["cold"] += 1
+        else:
+            limits["ended"] += 1
+        if diagnosis.limited is not None and diagnosis.limited.cached[prompt.number] + COLD_TOKENS < found.tokens:
+            limits["cache_too_small"] += 1
+    return limits
+
+
+def _without_roots(log: Log) -> list[int]:
+    """What each prompt would find if all shared one cache."""
+    cache = UnlimitedCache()
+    return [cache.look(log.store.packed(prompt.pieces), prompt.number, prompt.model).tokens for prompt in log.prompts]

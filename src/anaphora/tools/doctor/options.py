@@ -1,0 +1,57 @@
+"""What the doctor is asked to do. A field is a flag, as in ``anaphora.config``."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from anaphora.config import option, parse_count
+from anaphora.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class DoctorOptions:
+    log: str | None = option(None, "log of requests (JSONL, a trace, gzip too); - is standard input", positional=True)
+    model: str | None = option(None, "model folder whose tokenizer and template read the log", metavar="FOLDER")
+    chat_template: str | None = option(None, "file with the chat template to use", metavar="FILE")
+    block_size: int = option(1, "tokens that are reused as a whole (vLLM: 16; Anaphora: 1, exact to the token)")
+    cache_tokens: int | None = option(
+        None, "also run the log with a cache of this many tokens", parse=parse_count, metavar="N"
+    )
+    heads: bool = option(False, "show the first 200 characters of the prompts, with what changes in them")
+    fix: str | None = option(None, "write the log with the repairs to this file", metavar="OUT")
+    template: str | None = option(
+        None, "examine a chat template (a file, or a model folder) instead of a log", metavar="FILE|MODEL"
+    )
+    prices: str | None = option(None, "JSON with money a million tokens: in, cached, out", metavar="FILE")
+    per_day: int | None = option(None, "requests a day, for what a break costs a day", metavar="N")
+    gpu_hour_price: float | None = option(None, "price of one machine for an hour", metavar="PRICE")
+    prefill_rate: float | None = option(
+        None, "prompt tokens that the machine computes in a second (default: what the log's records say)", metavar="N"
+    )
+    json: str | None = option(None, "write the diagnosis to this file", metavar="FILE")
+    html: str | None = option(None, "write a page to this file", metavar="FILE")
+    min_hit_rate: float | None = option(None, "exit with 1 where the hit rate is lower", metavar="0..1")
+
+    def __post_init__(self) -> None:
+        if self.log is None and self.template is None:
+            raise ConfigError("name a log (- for standard input), or a template by --template")
+        if self.block_size < 1:
+            raise ConfigError(f"--block-size must be at least 1, got {self.block_size}")
+        for name in ("per_day", "gpu_hour_price", "prefill_rate", "cache_tokens"):
+            value = getattr(self, name)
+            if value is not None and not 0 < value < float("inf"):
+                raise ConfigError(f"--{name.replace('_', '-')} must be a number above 0, got {value}")
+        if self.min_hit_rate is not None and not 0 <= self.min_hit_rate <= 1:
+            raise ConfigError(f"--min-hit-rate must be a share from 0 to 1, got {self.min_hit_rate}")
+
+
+@dataclass(frozen=True)
+class ExplainOptions:
+    first: str | None = option(None, "file with the first request body", positional=True)
+    second: str | None = option(None, "file with the second request body", positional=True)
+    model: str | None = option(None, "model folder whose tokenizer and template read the bodies", metavar="FOLDER")
+    chat_template: str | None = option(None, "file with the chat template to use", metavar="FILE")
+
+    def __post_init__(self) -> None:
+        if self.first is None or self.second is None:
+            raise ConfigError("name two files with request bodies")

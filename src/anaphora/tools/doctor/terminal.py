@@ -1,0 +1,89 @@
+"""The diagnosis for people at a terminal."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rich.console import Console
+from rich.text import Text
+
+_LIMITS = {
+    "cold": "first of their kind: nothing like them came before",
+    "ended": "reuse ends where their own new text begins",
+    "block_too_large": "share less than one block",
+    "cache_too_small": "would hit more in a larger cache",
+    "routing_key": "match only another model, salt or cache key",
+}
+
+
+def show(data: dict[str, Any], console: Console) -> None:
+    console.print(
+        f"{data['requests']:,} requests in {data['conversations']:,} conversations, "
+        f"{data['prompt_tokens']:,} prompt tokens (by {data['tokenizer']})",
+        highlight=False,
+    )
+    line = f"hit rate {data['hit_rate']:.1%}"
+    if data["best_hit_rate"] > data["hit_rate"] + 0.0005:
+        line += f", {data['best_hit_rate']:.1%} with the repairs below"
+    console.print(Text(line + " (unlimited cache)", style="bold"))
+    if limited := data.get("limited"):
+        console.print(f"hit rate {limited['hit_rate']:.1%} with a cache of {limited['cache_tokens']:,} tokens")
+    if reported := data["reported"]:
+        _show_reported(reported, console)
+    for warning in data["warnings"]:
+        console.print(Text(f"note: {warning}", style="yellow"))
+    breaks = data["breaks"]
+    confirmed = [item for item in breaks if item["status"] != "latent"]
+    if not confirmed:
+        console.print("nothing to mend")
+    for number, item in enumerate(confirmed, 1):
+        show_break(number, item, data, console)
+    if latent := [item for item in breaks if item["status"] == "latent"]:
+        console.print("\nCosts nothing in this log:", highlight=False)
+        for item in latent:
+            console.print(Text(f"  {item['class']} in {_where(item)}: ") + _context(item), highlight=False)
+            console.print(f"    {item['varies']}; {item['repair']}", highlight=False, markup=False)
+    limits = ", ".join(f"{count} {_LIMITS[name]}" for name, count in data["limits"].items() if count)
+    console.print(f"\nOther requests: {limits or 'none'}", highlight=False)
+
+
+def _show_reported(reported: dict[str, Any], console: Console) -> None:
+    rate = "no cached tokens told" if reported["hit_rate"] is None else f"hit rate {reported['hit_rate']:.1%}"
+    price = "" if reported["price"] is None else f", price {reported['price']:,.4f}"
+    console.print(
+        f"the log itself reports: {reported['prompt_tokens']:,} prompt tokens, {rate}{price}", highlight=False
+    )
+
+
+def _where(item: dict[str, Any]) -> str:
+    if item["message"] < 0:
+        return str(item["path"])
+    return f"message {item['message']} ({item['role']}), characters {item['start']} to {item['end']}"
+
+
+def _context(item: dict[str, Any]) -> Text:
+    text = Text()
+    for part in item["context"]:
+        text.append(part["text"].replace("\n", "⏎"), style="bold red" if part["changes"] else "dim")
+    return text
+
+
+def show_break(number: int, item: dict[str, Any], data: dict[str, Any], console: Console) -> None:
+    share = item["tokens_lost"] / max(1, data["prompt_tokens"])
+    head = Text(f"\n{number}. {item['class']}", style="bold red")
+    head.append(f" in {_where(item)}", style="bold")
+    console.print(head)
+    console.print(Text("   ") + _context(item))
+    note = f"; {item['note']}" if item["note"] else ""
+    console.print(f"   {item['varies']}{note}", highlight=False, markup=False)
+    cost = f"   costs {item['tokens_lost']:,} tokens ({share:.1%}) in {item['requests']:,} requests"
+    if item["seconds_lost"] is not None:
+        cost += f", {item['seconds_lost']:,.1f} s of prefill"
+    if "seconds_a_day" in item:
+        cost += f"; {item['seconds_a_day']:,.0f} s a day"
+    if "cost_a_day" in item:
+        cost += f", {item['cost_a_day']:,.2f} a day"
+    console.print(cost, highlight=False)
+    console.print(
+        f"   repair: {item['repair']} (hit rate then {item['predicted_hit_rate']:.1%})", highlight=False, markup=False
+    )

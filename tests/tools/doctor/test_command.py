@@ -1,0 +1,152 @@
+"""The command from its options to files and exit codes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from anaphora.errors import ConfigError
+from anaphora.tools.doctor import DoctorOptions, ExplainOptions, explain, run
+from tests.tools.doctor import logs
+from tests.tools.doctor.logs import Body
+
+SHORT = "Be brief and kind, ask when in doubt, and never promise what the shop cannot keep or pay for."
+
+
+def stamped() -> list[Body]:
+    bodies = logs.interleaved(logs.conversations(count=6, turns=2, head=logs.rules(lines=20)))
+    return [logs.with_system(b, lambda c, n=n: f"[Request ID: {n * 7919:08x}]\n{c}") for n, b in enumerate(bodies)]
+
+
+def write(path: Path, bodies: list[Body]) -> str:
+    usage = {"prompt_tokens": 500, "prompt_tokens_details": {"cached_tokens": 100}}
+    lines = [{"body": body, "time": 1780000000 + n, "usage": usage} for n, body in enumerate(bodies)]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return str(path)
+
+
+def test_report_files_and_exit_code(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    log = write(tmp_path / "log.jsonl", stamped())
+    (tmp_path / "prices.json").write_text(json.dumps({"in": 1, "cached": 0.1}))
+    options = DoctorOptions(
+        log=log,
+        json=str(tmp_path / "out.json"),
+        html=str(tmp_path / "out.html"),
+        prices=str(tmp_path / "prices.json"),
+        per_day=1000,
+        prefill_rate=1000.0,
+        gpu_hour_price=3.6,
+        min_hit_rate=0.5,
+        cache_tokens=100_000,
+    )
+    assert run(options) == 1
+    data = json.loads((tmp_path / "out.json").read_text())
+    (item,) = data["breaks"]
+    assert data["requests"] == 12
+    assert data["conversations"] == 6
+    assert data["hit_rate"] < 0.1 < 0.7 < data["best_hit_rate"]
+    assert (item["class"], item["status"], item["message"], item["role"]) == ("request_id", "confirmed", 0, "system")
+    assert item["start"] == 13
+    assert item["seconds_lost"] == pytest.approx(item["tokens_lost"] / 1000)
+    assert item["cost_a_day"] == pytest.approx(item["tokens_lost"] / 1000 / 12 * 1000 / 1000)
+    assert item["predicted_hit_rate"] == pytest.approx(data["best_hit_rate"])
+    assert data["reported"]["hit_rate"] == pytest.approx(0.2)
+    assert data["reported"]["price"] == pytest.approx(12 * (400 + 100 * 0.1) / 1e6)
+    assert data["limits"]["cold"] == 1
+    assert data["limited"]["hit_rate"] == pytest.approx(data["hit_rate"], abs=0.01)
+    page = (tmp_path / "out.html").read_text()
+    assert "request_id" in page
+    assert "http" not in page.replace("http-equiv", "")
+    shown = capsys.readouterr().out
+    assert "request_id" in shown
+    assert "message 0 (system)" in shown
+
+
+def test_the_fixed_log_says_the_same_and_hits(tmp_path: Path) -> None:
+    bodies = stamped()
+    fixed = tmp_path / "fixed.jsonl"
+    run(DoctorOptions(log=write(tmp_path / "log.jsonl", bodies), fix=str(fixed)))
+    lines = [json.loads(line) for line in fixed.read_text().splitlines()]
+    assert len(lines) == len(bodies)
+    for before, line in zip(bodies, lines, strict=True):
+        texts = ["\n".join(m["content"] for m in b["messages"]) for b in (before, line["body"])]
+        assert sorted(texts[0].split()) == sorted(texts[1].split())
+        assert line["time"]
+    assert run(DoctorOptions(log=str(fixed), min_hit_rate=0.7)) == 0
+
+
+def test_fix_sorts_tools(tmp_path: Path) -> None:
+    tools = [logs.tool(name) for name in "abc"]
+    made = logs.conversations(count=6, turns=2, head=logs.rules(lines=20))
+    bodies = [{**b, "tools": tools if n % 3 else tools[::-1]} for n, b in enumerate(logs.interleaved(made))]
+    fixed = tmp_path / "fixed.jsonl"
+    run(DoctorOptions(log=write(tmp_path / "log.jsonl", bodies), fix=str(fixed)))
+    orders = {
+        tuple(t["function"]["name"] for t in json.loads(line)["body"]["tools"])
+        for line in fixed.read_text().splitlines()
+    }
+    assert len(orders) == 1
+
+
+def test_fix_refuses_what_it_cannot_write(tmp_path: Path) -> None:
+    log = write(tmp_path / "log.jsonl", stamped()[:2])
+    with pytest.raises(ConfigError, match="overwrite"):
+        run(DoctorOptions(log=log, fix=log))
+
+
+def test_heads(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(DoctorOptions(log=write(tmp_path / "log.jsonl", stamped()), heads=True)) == 0
+    assert capsys.readouterr().out.count("[Request ID: ") == 12
+
+
+def test_explain(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    names = []
+    for n, body in enumerate(stamped()[:2]):
+        names.append(str(tmp_path / f"{n}.json"))
+        Path(names[-1]).write_text(json.dumps(body))
+    assert explain(ExplainOptions(first=names[0], second=names[1])) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "They part in message 0 (system), character 17" in shown
+    assert "request_id" in shown
+
+
+def test_templates(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "bad.jinja"
+    path.write_text("{{ strftime_now('%Y-%m-%d') }}{% for m in messages %}[{{ m.content }}]{% endfor %}")
+    assert run(DoctorOptions(template=str(path), json=str(tmp_path / "t.json"))) == 1
+    assert "today's date" in " ".join(capsys.readouterr().out.split())
+    checks = {check["check"]: check for check in json.loads((tmp_path / "t.json").read_text())}
+    assert not checks["the date"]["ok"]
+    assert checks["two turns"]["ok"]
+
+
+def test_an_empty_log_is_no_log(tmp_path: Path) -> None:
+    (tmp_path / "log.jsonl").write_text("{}\n")
+    with pytest.raises(ConfigError, match="line 1: it has neither messages nor a prompt"):
+        run(DoctorOptions(log=str(tmp_path / "log.jsonl")))
+
+
+@pytest.mark.parametrize("wrong", [{}, {"log": "a", "min_hit_rate": 2.0}, {"log": "a", "block_size": 0}])
+def test_wrong_options(wrong: dict[str, object]) -> None:
+    with pytest.raises(ConfigError):
+        DoctorOptions(**wrong)  # type: ignore[arg-type]
+
+
+def test_limits(tmp_path: Path) -> None:
+    made = logs.conversations(
+        count=6,
+        turns=1,
+        head=SHORT,
+    )
+    salted = [{**bodies[0], "cache_salt": f"s{n}"} for n, bodies in enumerate(made)]
+    out = tmp_path / "out.json"
+    for bodies, size, name in ((salted, 1, "routing_key"), ([b[0] for b in made], 64, "block_too_large")):
+        path = tmp_path / "log.jsonl"
+        path.write_text("".join(json.dumps(body) + "\n" for body in bodies))
+        run(DoctorOptions(log=str(path), json=str(out), block_size=size))
+        data = json.loads(out.read_text())
+        assert data["hit_rate"] == 0
+        assert data["breaks"] == []
+        assert {limit: count for limit, count in data["limits"].items() if count} == {"cold": 1, name: 5}
