@@ -30,7 +30,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "anaphora.core.process": BASE | {"msgspec", "zmq"},
     "anaphora.core.client": BASE | {"msgspec", "zmq"},
     "anaphora.text": BASE | {"tokenizers", "jinja2"},
-    "anaphora.attention": BASE | {"torch", "transformers", "triton", "numpy"},
+    "anaphora.attention": BASE | {"torch", "transformers", "triton", "numpy", "numba", "llvmlite"},
     "anaphora.model": BASE
     | {"anaphora.attention", "anaphora.text"}
     | {"torch", "transformers", "safetensors", "accelerate", "gguf", "numpy", "filelock", "huggingface_hub", "psutil"},

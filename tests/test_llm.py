@@ -225,7 +225,15 @@ def test_a_bad_prompt_is_named_by_its_index_and_nothing_has_run(
     assert llm.generate([[1, 2]], good)[0].outputs[0].token_ids == expected([1, 2], 8)
 
 
-@pytest.mark.parametrize("given", [[plain()], [plain()] * 3, [plain(), {"max_tokens": 3}], []])
+@pytest.mark.parametrize(
+    "prompts", [None, 5, b"bytes", (text for text in ["a"])], ids=lambda given: type(given).__name__
+)
+def test_what_is_no_list_of_prompts_is_refused(llm: LLM, prompts: Any) -> None:
+    with pytest.raises(InvalidRequest, match="prompts must be one prompt or a list"):
+        llm.generate(prompts, plain())
+
+
+@pytest.mark.parametrize("given", [[plain()], [plain()] * 3, [plain(), {"max_tokens": 3}], [], 5, {"max_tokens": 3}])
 def test_as_many_parameters_as_prompts(llm: LLM, given: list[Any]) -> None:
     with pytest.raises(InvalidRequest, match="a list of 2, one for each"):
         llm.generate(["a", "b"], given)
@@ -456,3 +464,32 @@ def test_leaving_the_block_ends_it(make: Make) -> None:
 
 def test_the_package_gives_it_out() -> None:
     assert anaphora.LLM is llm_module.LLM
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        *(
+            ("n", None),
+            ("min_tokens", None),
+            ("top_k", None),
+            ("stop", 5),
+            ("stop_token_ids", 5),
+            ("stop_token_ids", "a"),
+        ),
+        *(("logit_bias", [1]), ("allowed_token_ids", 5), ("allowed_token_ids", "a")),
+    ],
+)
+def test_sampling_values_of_a_wrong_kind_are_refused_by_name(name: str, value: Any) -> None:
+    with pytest.raises(InvalidRequest, match=name) as caught:
+        SamplingParams(**{name: value})
+    assert caught.value.param == name
+
+
+def test_a_served_name_that_is_no_text_is_refused() -> None:
+    with pytest.raises(ConfigError, match="served_model_name must be text"):
+        engine_config({"served_model_name": 5})
+
+
+def test_none_stands_for_no_stop_and_no_bias() -> None:
+    assert SamplingParams(stop=None, stop_token_ids=None, logit_bias=None) == SamplingParams()  # type: ignore[arg-type]

@@ -51,6 +51,8 @@ class Settings(TypedDict, total=False):
 
     served_model_name: str | Sequence[str]
     dtype: str
+    device: str
+    load_format: str
     seed: int
     max_model_len: int | None
     chat_template: str | None
@@ -190,7 +192,11 @@ class LLM:
             given = self.get_default_sampling_params()
         if isinstance(given, SamplingParams):
             return [given] * count
-        if len(given) != count or not all(isinstance(entry, SamplingParams) for entry in given):
+        if (
+            not isinstance(given, Sequence)
+            or len(given) != count
+            or not all(isinstance(entry, SamplingParams) for entry in given)
+        ):
             raise InvalidRequest(
                 f"sampling_params must be one SamplingParams for all prompts or a list of {count}, one for each, "
                 f"not {given!r:.80}",
@@ -286,6 +292,8 @@ def _listed(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     """One prompt or many, as a list. A list of ints is one prompt of token ids."""
     if isinstance(prompts, (str, Mapping)):
         return [prompts]
+    if not isinstance(prompts, Sequence) or isinstance(prompts, (bytes, bytearray)):
+        raise InvalidRequest(f"prompts must be one prompt or a list of them, got {prompts!r:.80}", param="prompt")
     if prompts and isinstance(prompts[0], int):
         return [prompts]  # type: ignore[list-item]
     return list(prompts)  # type: ignore[arg-type]

@@ -28,8 +28,8 @@ def _number(name: str, value: float, low: float, high: float, *, low_open: bool 
         raise InvalidRequest(f"{name} must be {edge}{top}, got {value!r}", param=name)
 
 
-def _integer(name: str, value: int | None, low: int, high: float = math.inf) -> None:
-    if value is None:
+def _integer(name: str, value: int | None, low: int, high: float = math.inf, *, optional: bool = False) -> None:
+    if value is None and optional:
         return
     if isinstance(value, bool) or not isinstance(value, int):
         raise InvalidRequest(f"{name} must be an integer, got {value!r}", param=name)
@@ -71,16 +71,16 @@ class SamplingParams:
         _integer("n", self.n, 1, MAX_CHOICES)
         _number("temperature", self.temperature, 0, 100)
         _number("top_p", self.top_p, 0, 1, low_open=True)
-        _integer("top_k", self.top_k, -1)
+        _integer("top_k", self.top_k, -1, 2**31 - 1)
         _number("min_p", self.min_p, 0, 1)
         _number("presence_penalty", self.presence_penalty, -2, 2)
         _number("frequency_penalty", self.frequency_penalty, -2, 2)
-        _number("repetition_penalty", self.repetition_penalty, 0, 100, low_open=True)
-        _integer("seed", self.seed, -(2**63), 2**63 - 1)
-        _integer("max_tokens", self.max_tokens, 0)
+        _number("repetition_penalty", self.repetition_penalty, 0.01, 100)
+        _integer("seed", self.seed, -(2**63), 2**63 - 1, optional=True)
+        _integer("max_tokens", self.max_tokens, 0, optional=True)
         _integer("min_tokens", self.min_tokens, 0)
-        _integer("logprobs", self.logprobs, 0, MAX_LOGPROBS)
-        _integer("prompt_logprobs", self.prompt_logprobs, 0, MAX_LOGPROBS)
+        _integer("logprobs", self.logprobs, 0, MAX_LOGPROBS, optional=True)
+        _integer("prompt_logprobs", self.prompt_logprobs, 0, MAX_LOGPROBS, optional=True)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise InvalidRequest(
                 f"min_tokens must be at most max_tokens ({self.max_tokens}), got {self.min_tokens}", param="min_tokens"
@@ -89,6 +89,12 @@ class SamplingParams:
         self._check_stop()
 
     def _check_bias(self) -> None:
+        if self.logit_bias is None:
+            object.__setattr__(self, "logit_bias", {})
+        if not isinstance(self.logit_bias, dict):
+            raise InvalidRequest(
+                f"logit_bias maps token ids to numbers, got {self.logit_bias!r:.80}", param="logit_bias"
+            )
         if len(self.logit_bias) > MAX_LOGIT_BIAS:
             raise InvalidRequest(
                 f"logit_bias takes at most {MAX_LOGIT_BIAS} entries, got {len(self.logit_bias)}", param="logit_bias"
@@ -96,14 +102,21 @@ class SamplingParams:
         for token, bias in self.logit_bias.items():
             _integer("logit_bias key", token, 0)
             _number("logit_bias", bias, -100, 100)
+        if not isinstance(self.allowed_token_ids, (list, tuple, type(None))):
+            raise InvalidRequest(
+                f"allowed_token_ids must be a list, got {self.allowed_token_ids!r:.80}", param="allowed_token_ids"
+            )
         if self.allowed_token_ids is not None and not self.allowed_token_ids:
             raise InvalidRequest("allowed_token_ids must not be empty", param="allowed_token_ids")
 
     def _check_stop(self) -> None:
         if isinstance(self.stop, str):
             object.__setattr__(self, "stop", (self.stop,))
-        object.__setattr__(self, "stop", tuple(self.stop))
-        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
+        for name in ("stop", "stop_token_ids"):
+            given = getattr(self, name)
+            if not isinstance(given, (list, tuple, type(None))):
+                raise InvalidRequest(f"{name} must be a list, got {given!r:.80}", param=name)
+            object.__setattr__(self, name, tuple(given or ()))
         if len(self.stop) > MAX_STOP_STRINGS:
             raise InvalidRequest(f"stop takes at most {MAX_STOP_STRINGS} strings, got {len(self.stop)}", param="stop")
         for text in self.stop:

@@ -54,6 +54,13 @@ def metric(url: str, name: str) -> float:
     return sum(sample.value for family in families for sample in family.samples if sample.name == name)
 
 
+def connect(server: RunningServer) -> socket.socket:
+    host, port = server.url.removeprefix("http://").split(":")
+    connection = socket.create_connection((host, int(port)))
+    connection.settimeout(30)
+    return connection
+
+
 def until(condition: Callable[[], bool]) -> None:
     """Wait for what must come; the test's time limit is the only deadline."""
     while not condition():
@@ -119,9 +126,7 @@ def test_a_large_body_gets_its_answer_not_a_broken_pipe(server: RunningServer) -
 
 
 def test_an_endless_head_is_cut_off(server: RunningServer) -> None:
-    host, port = server.url.removeprefix("http://").split(":")
-    with socket.create_connection((host, int(port))) as connection:
-        connection.settimeout(30)
+    with connect(server) as connection:
         connection.sendall(b"GET /health HTTP/1.1\r\nx: ")
         answer = b""
         try:
@@ -132,6 +137,38 @@ def test_an_endless_head_is_cut_off(server: RunningServer) -> None:
             pass
         assert not answer or answer.startswith(b"HTTP/1.1 400")
     assert httpx.get(f"{server.url}/health").status_code == 200
+
+
+@pytest.mark.parametrize(
+    "rest", [b"0\r\n" + b"x: y\r\n" * 20_000, b"1;" + b"x" * 200_000], ids=["trailers", "extension"]
+)
+def test_what_stands_around_the_chunks_of_a_body_is_cut_off(slow_server: RunningServer, rest: bytes) -> None:
+    head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n2\r\n{}\r\n"
+    with connect(slow_server) as connection:
+        try:
+            connection.sendall(head)
+            for start in range(0, len(rest), 10_000):
+                connection.sendall(rest[start : start + 10_000])
+                time.sleep(0.001)
+            answer = connection.recv(1000)
+        except ConnectionError:
+            answer = b""
+    assert not answer or answer.startswith(b"HTTP/1.1 400")
+
+
+@pytest.mark.parametrize("rest", [b"", b"no request\r\n\r\n"], ids=["leaves", "garbage"])
+def test_requests_sent_ahead_end_with_their_connection(slow_server: RunningServer, rest: bytes) -> None:
+    body = json.dumps({"prompt": "a long novel", "max_tokens": 3000, "ignore_eos": True}).encode()
+    head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % len(body)
+    with connect(slow_server) as connection:
+        connection.sendall((head + body) * 2)
+        until(lambda: metric(slow_server.url, "vllm:num_requests_running") == 1)
+        connection.sendall(rest)
+    until(lambda: httpx.get(f"{slow_server.url}/load").json() == {"server_load": 0})
+    until(lambda: metric(slow_server.url, "vllm:num_requests_running") == 0)
+    generated = metric(slow_server.url, "vllm:request_generation_tokens_sum")
+    assert generated < 3000
+    assert not any("Traceback" in line for line in slow_server.log)
 
 
 def test_what_usage_metrics_and_log_say_is_the_same(server: RunningServer, client: openai.OpenAI) -> None:
@@ -255,6 +292,12 @@ def test_a_log_that_cannot_be_written_is_told_before_the_model_is_loaded(tmp_pat
     config = ServerConfig(host="127.0.0.1", port=0, record=str(tmp_path / "absent" / "log.jsonl"))
     with pytest.raises(ConfigError, match="--record"):
         serve(EngineConfig(), config, FakeSource(tmp_path))
+
+
+def test_a_log_level_that_is_none_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ANAPHORA_LOGGING_LEVEL", "chatty")
+    with pytest.raises(ConfigError, match=r"ANAPHORA_LOGGING_LEVEL must be one of .*DEBUG.*CHATTY"):
+        serve(EngineConfig(), ServerConfig(host="127.0.0.1", port=0), FakeSource(tmp_path))
 
 
 @pytest.mark.parametrize("as_file", [False, True])

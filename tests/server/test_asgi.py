@@ -31,6 +31,17 @@ async def test_a_body_over_the_limit_is_413(tmp_path: Path, chunked: bool) -> No
         assert (await bench.client.post("/v1/completions", json={"prompt": "x"})).status_code == 200
 
 
+SCOPE = {
+    "type": "http",
+    "method": "POST",
+    "path": "/v1/completions",
+    "raw_path": b"/v1/completions",
+    "query_string": b"",
+    "root_path": "",
+    "headers": [],
+}
+
+
 async def leave(bench: Bench, body: dict[str, Any], after_chunks: int | None) -> list[dict[str, Any]]:
     """Send a request and disconnect: after some chunks of the answer, or once the engine works on it."""
     sent: list[dict[str, Any]] = []
@@ -49,16 +60,7 @@ async def leave(bench: Bench, body: dict[str, Any], after_chunks: int | None) ->
             gone.set()
             await asyncio.sleep(0)
 
-    scope = {
-        "type": "http",
-        "method": "POST",
-        "path": "/v1/completions",
-        "raw_path": b"/v1/completions",
-        "query_string": b"",
-        "root_path": "",
-        "headers": [],
-    }
-    call = asyncio.ensure_future(bench.app(scope, receive, send))  # type: ignore[arg-type]
+    call = asyncio.ensure_future(bench.app(SCOPE, receive, send))  # type: ignore[arg-type]
     if after_chunks is None:
         while not bench.engine.running:
             await asyncio.sleep(0)
@@ -83,3 +85,16 @@ async def test_a_client_that_leaves_a_stream_ends_its_request(tmp_path: Path) ->
         assert len(sent) < 50
         assert len(bench.engine.aborted) == 2
         assert not bench.engine.running
+
+
+async def test_the_end_of_the_server_is_an_answer_to_who_waits(bench: Bench) -> None:
+    bench.engine.hold = asyncio.Event()  # never set: the request would wait for ever
+    call = asyncio.create_task(bench.client.post("/v1/completions", json={"prompt": "x"}))
+    while not bench.engine.running:
+        await asyncio.sleep(0)
+    call.cancel()
+    response = await call
+    assert response.status_code == 503
+    assert "told to end" in response.json()["error"]["message"]
+    assert len(bench.engine.aborted) == 1
+    assert bench.service.in_flight == 0

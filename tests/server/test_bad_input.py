@@ -59,10 +59,12 @@ async def refused(bench: Bench, path: str, body: Any, status: int = 400) -> dict
         ("top_p", chat(top_p=-0.5)),
         ("top_p", chat(top_p=0)),
         ("top_k", chat(top_k=-2)),
+        ("top_k", chat(top_k=10**30)),
         ("min_p", chat(min_p=1.5)),
         ("presence_penalty", chat(presence_penalty=3)),
         ("frequency_penalty", chat(frequency_penalty=-2.1)),
         ("repetition_penalty", chat(repetition_penalty=0)),
+        ("repetition_penalty", chat(repetition_penalty=1e-300)),
         ("n", chat(n=0)),
         ("n", chat(n=1_000_000)),
         ("n", chat(n=1.5)),
@@ -154,6 +156,7 @@ async def test_chat_names_the_field(bench: Bench, param: str, body: dict[str, An
         ("prompt[0]", text(prompt=[True])),
         ("max_tokens", text(prompt=[1] * 500, max_tokens=13)),
         ("max_tokens", text(max_tokens=0)),
+        ("max_tokens", text(max_tokens=512, truncate_prompt_tokens=-1)),
         ("best_of", text(best_of=1_000_000)),
         ("best_of", text(best_of=2, n=3)),
         ("n", text(prompt=["a"] * 100, n=100)),
@@ -214,6 +217,7 @@ async def test_far_too_long_texts_are_not_encoded_to_their_end(
     monkeypatch.setattr(tokenizer, "encode", lambda text, **more: encoded.append(len(text)) or encode(text, **more))
     error = await refused(bench, TEXT if "prompt" in fields else CHAT, fields)
     assert "maximum context length is 512 tokens" in error["message"]
+    assert error["param"] in fields
     assert max(encoded) < 10_000
 
 

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from pathlib import Path
 
 import pytest
@@ -29,6 +30,26 @@ async def test_tokenize_and_back(bench: Bench) -> None:
     assert answer["token_strs"] == ["n", "\ufffd", "\ufffd"]
     back = await bench.client.post("/detokenize", json={"tokens": answer["tokens"]})
     assert back.json() == {"prompt": "né"}
+
+
+async def test_long_texts_to_tokenize_hold_up_no_answer(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer, release = bench.service.text.tokenizer, threading.Event()
+    encode = tokenizer.encode
+
+    def slowly(text: str, **more: bool) -> list[int]:
+        if text == "long":
+            release.wait()
+        return encode(text, **more)
+
+    monkeypatch.setattr(tokenizer, "encode", slowly)
+    long = [asyncio.create_task(bench.client.post("/tokenize", json={"prompt": "long"})) for _ in range(10)]
+    try:
+        answer = await bench.client.post("/v1/completions", json={"prompt": "short"})
+        assert answer.status_code == 200
+        assert not any(task.done() for task in long)
+    finally:
+        release.set()
+    assert {answer.json()["count"] for answer in await asyncio.gather(*long)} == {4}
 
 
 async def test_tokenized_messages_are_what_a_chat_computes(bench: Bench) -> None:

@@ -199,6 +199,19 @@ def test_arguments_that_a_template_needs_parsed_and_cannot_be(arguments: str) ->
         template.render([USER, call(arguments)])
 
 
+def test_variables_may_have_the_names_of_the_engines_own_parameters() -> None:
+    assert (
+        ChatTemplate("{{ messages[0].content }}", {}).render([USER], kwargs={"self": 1, "args": 2}) == USER["content"]
+    )
+
+
+def test_a_refusal_does_not_give_back_all_that_it_was_given() -> None:
+    template = ChatTemplate("{{ raise_exception('no ' + messages[0].content) }}", {})
+    with pytest.raises(InvalidRequest, match="no xxx") as caught:
+        template.render([{"role": "user", "content": "x" * 100_000}])
+    assert len(caught.value.message) <= 1000
+
+
 def test_a_refusal_is_in_the_templates_own_words() -> None:
     template = ChatTemplate("{{ raise_exception('only one turn, please') }}", {})
     with pytest.raises(InvalidRequest, match=r"^only one turn, please$"):

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -167,6 +168,25 @@ def test_encode_from_many_threads(loaded: dict[str, Tokenizer]) -> None:
     texts = [text * 20 for text in vocabularies.TEXT] * 8
     with ThreadPoolExecutor(8) as pool:
         assert list(pool.map(tokenizer.encode, texts)) == [tokenizer.encode(text) for text in texts]
+
+
+def test_other_threads_run_while_a_long_text_is_encoded(loaded: dict[str, Tokenizer]) -> None:
+    rounds, done = 0, threading.Event()
+
+    def count() -> None:
+        nonlocal rounds
+        while not done.wait(0.001):
+            rounds += 1
+
+    thread = threading.Thread(target=count)
+    thread.start()
+    try:
+        before = rounds
+        next(iter(loaded.values())).encode("ab " * 200_000)
+        assert rounds > before + 5
+    finally:
+        done.set()
+        thread.join()
 
 
 def test_template_from_file_config_or_list(tmp_path: Path) -> None:

@@ -149,7 +149,6 @@ def serve(settings: dict[str, Any], socket: zmq.Socket[bytes]) -> int:
     try:
         engine = build(settings)
     except AnaphoraError as error:
-        logger.error("%s", error)
         return _start_failed(socket, error)
     except Exception as error:
         logger.exception("the engine could not start")

@@ -203,10 +203,13 @@ def _bind(host: str, port: int) -> list[socket.socket]:
 
 
 def _configure_logging() -> None:
-    """To standard error; ANAPHORA_LOGGING_LEVEL (DEBUG, INFO, WARNING …) says how much."""
+    """To standard error; ANAPHORA_LOGGING_LEVEL (DEBUG, INFO, WARNING …) says how much. ConfigError if it is none."""
+    wanted, levels = os.environ.get("ANAPHORA_LOGGING_LEVEL", "INFO").upper(), logging.getLevelNamesMapping()
+    if wanted not in levels:
+        raise ConfigError(f"ANAPHORA_LOGGING_LEVEL must be one of {', '.join(levels)}, got {wanted!r}")
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
-    for name, level in (("anaphora", os.environ.get("ANAPHORA_LOGGING_LEVEL", "INFO")), ("uvicorn", "WARNING")):
+    for name, level in (("anaphora", wanted), ("uvicorn", "WARNING")):
         named = logging.getLogger(name)
         named.handlers = [handler]
         named.propagate = False

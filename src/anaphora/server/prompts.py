@@ -45,7 +45,7 @@ def chat_prompt(
         continue_final_message=bool(request.continue_final_message),
         kwargs=kwargs or None,
     )
-    return encode(text, tokenizer, add_special_tokens=bool(request.add_special_tokens), limit=limit)
+    return encode(text, tokenizer, add_special_tokens=bool(request.add_special_tokens), limit=limit, where="messages")
 
 
 def _generation_prompt(request: ChatRequest | TokenizeRequest) -> bool:
@@ -54,8 +54,13 @@ def _generation_prompt(request: ChatRequest | TokenizeRequest) -> bool:
     return request.add_generation_prompt
 
 
-def encode(text: str, tokenizer: Tokenizer, *, add_special_tokens: bool, limit: int | None = None) -> Prompt:
-    """Token ids of a text. Beyond ``limit`` tokens InvalidRequest, and then not all of a long text is encoded."""
+def encode(
+    text: str, tokenizer: Tokenizer, *, add_special_tokens: bool, limit: int | None = None, where: str = "prompt"
+) -> Prompt:
+    """Token ids of a text. Beyond ``limit`` tokens InvalidRequest, and then not all of a long text is encoded.
+
+    ``where`` is the field that the error names.
+    """
     if limit is not None:
         size = _CHARACTERS_A_TOKEN * limit
         while size < len(text):
@@ -63,7 +68,7 @@ def encode(text: str, tokenizer: Tokenizer, *, add_special_tokens: bool, limit: 
                 raise InvalidRequest(
                     f"This model's maximum context length is {limit} tokens; the first {size} of the prompt's "
                     f"{len(text)} characters have more. Shorten it",
-                    param="prompt",
+                    param=where,
                 )
             size *= 2
     return Prompt(tuple(tokenizer.encode(text, add_special_tokens=add_special_tokens)), text)
@@ -103,7 +108,7 @@ def fit(prompt: Prompt, sampling: SamplingParams, request: Generation, info: Eng
             raise InvalidRequest(
                 f"truncate_prompt_tokens must be at most {limit}, got {keep}", param="truncate_prompt_tokens"
             )
-        keep = max(0, limit - (explicit or 1)) if keep == -1 else keep
+        keep = max(1, limit - (explicit or 1)) if keep == -1 else keep
         prompt = Prompt(_truncate(prompt.token_ids, keep, request.truncation_side or "left"))
     ids = prompt.token_ids
     if not ids:

@@ -88,7 +88,7 @@ class Reads:
 
 
 async def tokenize(service: Service, call: Call) -> Response:
-    return json_response(await service.in_thread(_tokenize, service, call.request))
+    return json_response(await service.aside(_tokenize, service, call.request))
 
 
 def _tokenize(service: Service, body: TokenizeRequest) -> dict[str, Any]:
@@ -107,7 +107,7 @@ def _tokenize(service: Service, body: TokenizeRequest) -> dict[str, Any]:
 
 
 async def detokenize(service: Service, call: Call) -> Response:
-    return json_response(await service.in_thread(_detokenize, service, call.request))
+    return json_response(await service.aside(_detokenize, service, call.request))
 
 
 def _detokenize(service: Service, body: DetokenizeRequest) -> dict[str, Any]:

@@ -98,6 +98,7 @@ class Service:
             self.metrics.count_dropped(lambda: recorder.dropped)
         self._rates = HitRates()
         self._threads = ThreadPoolExecutor(WORKERS, "text")
+        self._aside = ThreadPoolExecutor(1, "aside")
         self._warned_of_tools = False
         self._load_log = LoadLog(
             config.log_interval,
@@ -114,13 +115,18 @@ class Service:
 
     def close(self) -> None:
         self._load_log.close()
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        for threads in (self._threads, self._aside):
+            threads.shutdown(wait=False, cancel_futures=True)
         if self.recorder is not None:
             self.recorder.close()
 
     async def in_thread(self, function: Callable[..., R], *args: Any) -> R:
         """Run what takes long (parsing, rendering, encoding) beside the event loop."""
         return await asyncio.get_running_loop().run_in_executor(self._threads, function, *args)
+
+    async def aside(self, function: Callable[..., R], *args: Any) -> R:
+        """As ``in_thread``, for texts of any length: one at a time, so that they hold up no answer."""
+        return await asyncio.get_running_loop().run_in_executor(self._aside, function, *args)
 
     def model_name(self, asked: str | None) -> str:
         """The name to answer under; NotFound for a model that is not served."""

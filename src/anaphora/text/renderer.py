@@ -96,7 +96,7 @@ def _answer(source: str, variables: dict[str, Any]) -> dict[str, Any]:
     try:
         chunks: list[str] = []
         length = 0
-        for chunk in _compiled(source).generate(**variables):
+        for chunk in _compiled(source).generate(variables):
             chunks.append(chunk)
             length += len(chunk)
             if length > OUTPUT_CHARACTERS:
@@ -105,7 +105,7 @@ def _answer(source: str, variables: dict[str, Any]) -> dict[str, Any]:
     except jinja2.TemplateSyntaxError as error:
         return {"error": f"line {error.lineno}: {error.message}", "syntax": True}
     except _Refused as error:
-        return {"error": str(error.message), "refused": True}
+        return {"error": str(error.message)[:1000], "refused": True}
     except MemoryError:
         return {"error": f"it takes more than {MEMORY_BYTES >> 20} MiB of memory"}
     except RecursionError:

@@ -79,9 +79,11 @@ class Tokenizer:
         Raises InvalidRequest for text that is not valid Unicode (a lone surrogate).
         """
         try:
-            ids: list[int] = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+            # Not ``encode``: that one holds the interpreter lock for as long as the text is.
+            (encoded,) = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         except (UnicodeEncodeError, TypeError) as error:
             raise InvalidRequest("the prompt is not valid Unicode text: it holds a lone surrogate") from error
+        ids: list[int] = encoded.ids
         if not add_special_tokens or self.bos_token_id is None:
             return ids
         if self._backend_adds_bos:
