@@ -47,10 +47,17 @@ class ModelConfig:
         None,
         "folder in Hugging Face layout, hub name, or GGUF file; left out: the embedded SmolLM2-135M-Instruct",
         positional=True,
+        also_flag=True,
     )
     served_model_name: tuple[str, ...] = option((), "name or names under which the API knows the model", metavar="NAME")
     dtype: str = option(
         "auto", "of weights and activations", choices=("auto", "bfloat16", "float16", "half", "float32", "float")
+    )
+    device: str = option("auto", "where the model runs: auto is a GPU if there is one", choices=("auto", "cpu", "cuda"))
+    load_format: str = option(
+        "auto",
+        "auto and safetensors read weights from safetensors files; dummy makes random ones, for benchmarks",
+        choices=("auto", "safetensors", "dummy"),
     )
     seed: int = option(0, "base of the sampling seed where a request gives none")
     max_model_len: int | None = option(
@@ -67,6 +74,14 @@ class ModelConfig:
         "or a folder",
         metavar="auto|vllm|PATH",
     )
+
+    def __post_init__(self) -> None:
+        if self.max_model_len is not None and self.max_model_len < 2:
+            raise ConfigError(
+                f"--max-model-len must be at least 2, one token of prompt and one of answer, got {self.max_model_len}"
+            )
+        if not -(2**63) <= self.seed < 2**63:
+            raise ConfigError(f"--seed must fit into 64 bits, got {self.seed}")
 
 
 @dataclass(frozen=True)
@@ -136,6 +151,8 @@ class ServerConfig:
     def __post_init__(self) -> None:
         if self.enable_auto_tool_choice and self.tool_call_parser is None:
             raise ConfigError("--enable-auto-tool-choice needs --tool-call-parser, such as hermes")
+        if self.record_prompts and self.record is None:
+            raise ConfigError("--record-prompts needs --record FILE, the file that they are written to")
 
 
 _NESTED: dict[str, type] = {"model": ModelConfig, "cache": CacheConfig, "scheduler": SchedulerConfig}
@@ -170,7 +187,10 @@ def engine_config(settings: Mapping[str, Any]) -> EngineConfig:
 def _setting(spec: Field[Any], value: Any) -> Any:
     """A setting as its config class wants it: text parsed as the command line does, its type and choices checked."""
     if isinstance(spec.default, tuple):
-        return (value,) if isinstance(value, str) else tuple(value)
+        named = (value,) if isinstance(value, str) else value
+        if not isinstance(named, (list, tuple)) or not all(isinstance(entry, str) for entry in named):
+            raise ConfigError(f"{spec.name} must be text or a list of texts, got {value!r}", param=spec.name)
+        return tuple(named)
     if isinstance(value, str) and "parse" in spec.metadata:
         return spec.metadata["parse"](value)
     kind = int if "parse" in spec.metadata else str if spec.default is None else type(spec.default)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from anaphora.attention.base import KVLayout, LayerOptions, QueryRange, StepLayout, backend_class
 from anaphora.attention.cpu import CpuAttention
-from anaphora.attention.parts import MIN_RUN_TOKENS
+from anaphora.attention.parts import SEGMENT_TOKENS
 from anaphora.errors import ConfigError
 from anaphora.types import BlockCopy, PrefixGroup
 
@@ -211,7 +211,7 @@ def test_a_needle_at_the_edge_of_the_window(distance: int, seen: bool, length: i
 
 def test_long_runs_are_read_in_place_and_scattered_blocks_are_gathered() -> None:
     world = World()
-    count = MIN_RUN_TOKENS // 4
+    count = SEGMENT_TOKENS // 4
     # A run, backwards; then scattered blocks; the last one unfilled.
     first = make_text(0, 4 * count + 22, 1, [*blocks(count, 100, -1), *blocks(6, 150, 7)])
     second = make_text(1, 4 * count * 2 + 1, 1, [*blocks(count, 200), *blocks(count, 300), 390])

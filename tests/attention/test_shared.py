@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import torch
 
 from anaphora.attention.base import LayerOptions
@@ -12,10 +14,7 @@ def parts_of(cuts: list[int], options: LayerOptions) -> tuple[torch.Tensor, torc
     torch.manual_seed(1)
     query, key, value = torch.randn(3, 5, 8), torch.randn(3, 40, 8) * 3, torch.randn(3, 40, 8)
     edges = [0, *cuts, 40]
-    found = [
-        attend(query[None], key[None, :, a:b], value[None, :, a:b], options)
-        for a, b in zip(edges, edges[1:], strict=False)
-    ]
+    found = [attend(query[None], key[None, :, a:b], value[None, :, a:b], options) for a, b in pairwise(edges)]
     return torch.cat([out for out, _ in found]), torch.cat([log for _, log in found])
 
 

@@ -7,13 +7,16 @@ import dataclasses
 import pytest
 import torch
 
+from anaphora.attention import fixed as fixed_module
 from anaphora.attention import worklist
-from anaphora.attention.base import KVLayout, LayerOptions, backend_class
+from anaphora.attention.base import KVLayout, LayerOptions, StepLayout, backend_class
 from anaphora.errors import ConfigError
 from anaphora.types import BlockCopy, PrefixGroup
 from tests.support.attention import Known, Shape, Step, error, make_step, run
 
-triton = pytest.importorskip("triton", reason="the GPU's kernels need triton")
+pytest.importorskip("triton", reason="the GPU's kernels need triton")
+
+from anaphora.attention.triton import TritonAttention
 
 ON_GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if ON_GPU else "cpu")
@@ -30,7 +33,8 @@ MIXED = (
 @pytest.fixture(autouse=True)
 def _always_share(monkeypatch: pytest.MonkeyPatch) -> None:
     """Sharing pays from two rows on, so that small steps show it."""
-    monkeypatch.setattr(worklist, "MIN_SHARED", ((2, 1),))
+    monkeypatch.setattr(worklist, "MIN_SHARED_KEYS", 1)
+    monkeypatch.setattr(worklist, "MIN_SAVED_BYTES", 1)
 
 
 @pytest.fixture(params=DTYPES, ids=lambda dtype: str(dtype).removeprefix("torch."))
@@ -126,6 +130,33 @@ def test_long_ranges_are_cut_and_merged(dtype: torch.dtype, monkeypatch: pytest.
     shape = Shape(KVLayout(2, 64, 64), 4)
     check(make_step(shape, TREE, LayerOptions(0.125, sinks=sinks)), dtype, TREE_GROUPS)
     check(make_step(shape, TREE, LayerOptions(0.125, window=21)), dtype, TREE_GROUPS)
+
+
+class Fixed:
+    """A backend that plans as for a CUDA graph."""
+
+    def __init__(self, backend: TritonAttention, shared: bool) -> None:
+        backend.reserve(8)
+        self._backend = backend
+        self._shared = shared
+        self.run = backend.run
+
+    def plan(self, layout: StepLayout) -> None:
+        assert self._backend.plan_fixed(layout, len(layout.queries), self._shared) is self._shared
+
+
+def test_lists_in_fixed_buffers(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    shape = Shape(KVLayout(1, 64, 64), heads=12)
+    step = rounded(make_step(shape, [*TREE[:5], TREE[1]], LayerOptions(0.125)), dtype)
+    backend = backend_class("cuda")([shape.layout], 60, shape.block_size, dtype, DEVICE)
+    fixed = Fixed(backend, shared=True)
+    groups = (PrefixGroup(0, 2, (0, 1, 2, 3, 5)), PrefixGroup(2, 4, (0, 1, 5)))
+    run(step, fixed, backend.pools[0], dtype)  # to learn the shapes of the layers
+    assert error(run(step, fixed, backend.pools[0], dtype), step.expected()) < TOLERANCE[dtype]
+    assert error(run(step, fixed, backend.pools[0], dtype, groups), step.expected()) < TOLERANCE[dtype]
+    monkeypatch.setattr(fixed_module, "TABLE_ENTRIES", 10)
+    layout = StepLayout(torch.zeros(6, dtype=torch.int64, device=DEVICE), tuple(step.queries))
+    assert backend.plan_fixed(layout, 6) is None
 
 
 def test_a_corrupt_cached_block_shows(dtype: torch.dtype) -> None:

@@ -173,6 +173,7 @@ def test_tenants_do_not_see_each_other(cache: Cache) -> None:
 def test_reasons(cache: Cache, clock: Clock) -> None:
     assert cache.reason([1, 2, 3]) == (Reason.COLD, "nothing like it was seen")
     cache.use("a", [*range(10)])
+    assert cache.reason([77, 78, 79])[0] == Reason.COLD
     assert cache.reason([*range(10)])[0] == Reason.HIT
     assert cache.reason([*range(10), 11, 12])[0] == Reason.HIT
     reason, detail = cache.reason([*range(6), 99, 98])

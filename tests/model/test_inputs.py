@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from anaphora.errors import StepFailed
 from anaphora.model.inputs import ROW_MULTIPLE, flatten
 from anaphora.types import Batch, Chunk
 
+CPU = torch.device("cpu")
 TABLES = {0: [7, 3, 9], 1: [5], 2: [1, 2, 4, 6, 8, 10, 11]}
 
 
@@ -21,8 +23,8 @@ def test_chunks_lie_side_by_side() -> None:
         Chunk(1, 2, 1, None, 2, (), True),
         Chunk(2, 6, 2, (26, 27), 7, (), True),
     )
-    inputs = flatten(batch(*chunks), TABLES, {1: 99}, 4)
-    assert inputs.token_ids.tolist() == [[13, 14, 15, 99, 26, 27]]
+    inputs = flatten(batch(*chunks), TABLES, {1}, 4, CPU)
+    assert inputs.token_ids.tolist() == [[13, 14, 15, -1 - 1, 26, 27]]
     assert inputs.positions.tolist() == [[3, 4, 5, 2, 6, 7]]
     # Position 6 of slot 2 is below write_from: its row goes to the null block.
     assert inputs.layout.slot_mapping.tolist() == [7 * 4 + 3, 3 * 4, 3 * 4 + 1, 5 * 4 + 2, 0, 2 * 4 + 3]
@@ -31,14 +33,14 @@ def test_chunks_lie_side_by_side() -> None:
         (1, 3, 1, 2),
         (2, 4, 2, 6),
     ]
-    assert (inputs.sample_rows, inputs.sample_slots, inputs.given) == ((3, 5), (1, 2), 5)
+    assert (inputs.sample_rows.tolist(), inputs.sample_slots, inputs.given) == ([3, 5], [1, 2], 5)
 
 
 def test_many_rows_are_padded_into_the_null_block() -> None:
-    inputs = flatten(batch(Chunk(2, 0, 19, tuple(range(19)), 0, (), True)), TABLES, {}, 4)
+    inputs = flatten(batch(Chunk(2, 0, 19, tuple(range(19)), 0, (), True)), TABLES, set(), 4, CPU)
     assert inputs.token_ids.shape == inputs.positions.shape == (1, 2 * ROW_MULTIPLE)
     assert inputs.layout.slot_mapping[19:].tolist() == [0] * 13
-    assert (inputs.sample_rows, inputs.given) == ((18,), 19)
+    assert (inputs.sample_rows.tolist(), inputs.given) == ([18], 19)
 
 
 @pytest.mark.parametrize(
@@ -53,4 +55,4 @@ def test_many_rows_are_padded_into_the_null_block() -> None:
 )
 def test_a_chunk_that_does_not_fit_its_slot_fails_the_step(chunk: Chunk, reason: str) -> None:
     with pytest.raises(StepFailed, match=reason):
-        flatten(batch(chunk), TABLES, {}, 4)
+        flatten(batch(chunk), TABLES, set(), 4, CPU)

@@ -20,7 +20,7 @@ HERE = Path("some-model")
 
 
 def load(folder: Path, **settings: Any) -> LoadedModel:
-    return load_model(ModelConfig(model=str(folder), **settings))
+    return load_model(ModelConfig(model=str(folder), **settings), torch.device("cpu"))
 
 
 @pytest.mark.parametrize(
@@ -152,3 +152,12 @@ def test_dtypes(tmp_path: Path, saved: torch.dtype, asked: str, runs: torch.dtyp
     assert loaded.dtype in ((torch.bfloat16, torch.float32) if runs is None else (runs,))
     assert bool(loaded.warnings) is warns
     assert all("float16" in warning and "CPU" in warning for warning in loaded.warnings)
+
+
+def test_dummy_weights_need_a_config_alone(tmp_path: Path) -> None:
+    make_config("qwen3").save_pretrained(tmp_path)
+    with pytest.raises(ModelError):
+        load(tmp_path)
+    loaded = load(tmp_path, load_format="dummy")
+    assert loaded.layouts == (KVLayout(2, 16, 16),) * 3
+    assert loaded.weights_bytes > 0

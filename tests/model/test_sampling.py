@@ -41,7 +41,7 @@ def draw(sampling: SamplingParams, logits: torch.Tensor, *, generated: tuple[int
     """The token that one row ``[V]`` gets, alone."""
     sampler = Sampler(logits.shape[-1], 1, CPU)
     sampler.join(join(0, sampling, generated=generated, choice=choice))
-    return sampler.sample(logits[None], [0])[0][0]
+    return sampler.draw(logits[None], [0]).read()[0][0]
 
 
 # --- slow reference: one row, float64, plain Python -------------------------------------------------------------------
@@ -156,7 +156,7 @@ def test_every_combination_gives_what_the_reference_gives(data: st.DataObject, s
         assume(margin > 1e-4)
         expected.append(token)
         sampler.join(join(slot, sampling, generated=generated))
-    assert sampler.sample(logits, list(range(len(cases))))[0] == expected
+    assert sampler.draw(logits, list(range(len(cases)))).read()[0] == expected
 
 
 @pytest.mark.parametrize(
@@ -184,7 +184,7 @@ def test_only_what_a_parameter_leaves_is_drawn(sampling: SamplingParams, kept: s
     sampler = Sampler(5, 400, CPU)
     for slot in range(400):
         sampler.join(join(slot, sampling, prompt=(0,)))
-    assert set(sampler.sample(logits, list(range(400)))[0]) == kept
+    assert set(sampler.draw(logits, list(range(400))).read()[0]) == kept
 
 
 def test_a_nucleus_wider_than_the_first_guess_is_found_whole() -> None:
@@ -193,7 +193,7 @@ def test_a_nucleus_wider_than_the_first_guess_is_found_whole() -> None:
     sampler = Sampler(vocab, rows, CPU)
     for slot in range(rows):
         sampler.join(join(slot, SamplingParams(top_p=0.5, seed=slot)))
-    drawn = torch.tensor(sampler.sample(flat.expand(rows, -1), list(range(rows)))[0])
+    drawn = torch.tensor(sampler.draw(flat.expand(rows, -1), list(range(rows))).read()[0])
     order = flat[0].argsort(descending=True)
     size = int((flat[0][order].softmax(-1).cumsum(-1) < 0.5).sum()) + 1
     assert set(drawn.tolist()) <= set(order[:size].tolist())
@@ -206,7 +206,7 @@ def test_tokens_that_tie_at_the_edge_are_all_kept() -> None:
         sampler = Sampler(5, 200, CPU)
         for slot in range(200):
             sampler.join(join(slot, sampling, prompt=(0,)))
-        assert set(sampler.sample(logits, list(range(200)))[0]) == {0, 1, 2, 3}
+        assert set(sampler.draw(logits, list(range(200))).read()[0]) == {0, 1, 2, 3}
 
 
 def test_greedy_takes_the_lowest_of_equal_ids() -> None:
@@ -215,7 +215,7 @@ def test_greedy_takes_the_lowest_of_equal_ids() -> None:
     sampler = Sampler(300, 2, CPU)
     for slot in range(2):
         sampler.join(join(slot, SamplingParams(temperature=0)))
-    assert sampler.sample(logits, [0, 1])[0] == [0, 5]
+    assert sampler.draw(logits, [0, 1]).read()[0] == [0, 5]
 
 
 def test_penalties_follow_the_tokens_as_they_are_generated() -> None:
@@ -232,7 +232,7 @@ def test_penalties_follow_the_tokens_as_they_are_generated() -> None:
         for token, count in Counter(generated).items():
             scores[token] -= count
         expected = scores.index(max(scores))
-        assert sampler.sample(logits, [0])[0] == [expected]
+        assert sampler.draw(logits, [0]).read()[0] == [expected]
         generated = (*generated, expected)
     assert len(set(generated)) > 3
 
@@ -243,7 +243,7 @@ def test_min_tokens_bans_end_and_stop_tokens_until_enough_are_generated() -> Non
     logits[0, 7], logits[0, 5], logits[0, 9] = 9.0, 8.0, 1.0
     sampler = Sampler(10, 1, CPU)
     sampler.join(join(0, sampling))
-    assert [sampler.sample(logits, [0])[0][0] for _ in range(3)] == [9, 9, 7]
+    assert [sampler.draw(logits, [0]).read()[0][0] for _ in range(3)] == [9, 9, 7]
     assert draw(sampling, logits[0], generated=(9,)) == 9
     assert draw(sampling, logits[0], generated=(9, 9)) == 7
 
@@ -256,7 +256,7 @@ def test_where_only_end_tokens_are_allowed_min_tokens_gives_way() -> None:
 def test_ids_beyond_the_logits_do_no_harm_among_the_end_tokens() -> None:
     sampler = Sampler(6, 1, CPU)  # EOS is 7
     sampler.join(join(0, SamplingParams(temperature=0, min_tokens=1)))
-    assert sampler.sample(torch.arange(6.0)[None], [0])[0] == [5]
+    assert sampler.draw(torch.arange(6.0)[None], [0]).read()[0] == [5]
 
 
 # --- independence of the batch ----------------------------------------------------------------------------------------
@@ -282,7 +282,7 @@ def test_a_row_is_the_same_alone_in_any_batch_on_any_slot_and_after_preemption(v
     for sampling, rows in zip(MIXED, logits, strict=True):
         sampler = Sampler(vocab, 1, CPU)
         sampler.join(join(0, sampling))
-        results = [sampler.sample(rows[step : step + 1], [0]) for step in range(steps)]
+        results = [sampler.draw(rows[step : step + 1], [0]).read() for step in range(steps)]
         alone.append([(tokens[0], logprobs.get(0)) for tokens, logprobs in results])
 
     sampler = Sampler(vocab, 32, CPU)
@@ -296,7 +296,7 @@ def test_a_row_is_the_same_alone_in_any_batch_on_any_slot_and_after_preemption(v
         order = sorted(range(len(MIXED)), key=lambda i: (i * 7 + step) % 5)
         order = [i for i in order if len(together[i]) == step]
         batch = torch.stack([logits[i][step] for i in order])
-        tokens, logprobs = sampler.sample(batch, [slots[i] for i in order])
+        tokens, logprobs = sampler.draw(batch, [slots[i] for i in order]).read()
         for i, token in zip(order, tokens, strict=True):
             together[i].append((token, logprobs.get(slots[i])))
     assert together == alone
@@ -319,7 +319,7 @@ def test_unseeded_sequences_differ_from_each_other_and_repeat_with_the_seed_of_t
         sampler = Sampler(1000, 8, CPU, seed=seed)
         for slot in range(8):
             sampler.join(join(slot, SamplingParams()))
-        return sampler.sample(logits.expand(8, -1), list(range(8)))[0]
+        return sampler.draw(logits.expand(8, -1), list(range(8))).read()[0]
 
     assert tokens(0) == tokens(0) != tokens(1)
     assert len(set(tokens(0))) > 5
@@ -331,7 +331,7 @@ def test_the_logits_are_left_as_they_are() -> None:
     sampler = Sampler(1003, len(MIXED), CPU)
     for slot, sampling in enumerate(MIXED):
         sampler.join(join(slot, sampling))
-    sampler.sample(logits, list(range(len(MIXED))))
+    sampler.draw(logits, list(range(len(MIXED)))).read()
     assert torch.equal(logits, before)
 
 
@@ -368,7 +368,7 @@ def draws_of(logits: torch.Tensor, seeds: list[int], positions: list[int]) -> to
     sampler = Sampler(logits.shape[-1], len(seeds), CPU)
     for slot, (seed, position) in enumerate(zip(seeds, positions, strict=True)):
         sampler.join(join(slot, SamplingParams(seed=seed), generated=(0,) * position, prompt=(0,)))
-    return torch.tensor(sampler.sample(logits.expand(len(seeds), -1), list(range(len(seeds))))[0])
+    return torch.tensor(sampler.draw(logits.expand(len(seeds), -1), list(range(len(seeds)))).read()[0])
 
 
 @pytest.mark.parametrize("axis", ["seeds", "positions", "both"])
@@ -412,7 +412,7 @@ def test_logprobs_are_those_of_the_raw_logits() -> None:
     logits = logits_of(3, 1, 100)
     sampler = Sampler(100, 3, CPU)
     sampler.join(join(2, sampling))
-    tokens, logprobs = sampler.sample(logits, [2])
+    tokens, logprobs = sampler.draw(logits, [2]).read()
     expected = logits[0].double().log_softmax(-1)
     entry = logprobs[2]
     assert tokens == [11]
@@ -428,7 +428,7 @@ def test_equal_logprobs_share_the_best_rank_and_come_in_order_of_ids() -> None:
     logits = torch.tensor([[0.0, 5.0, 0.0, 5.0, 5.0]])
     sampler = Sampler(5, 1, CPU)
     sampler.join(join(0, SamplingParams(temperature=0, logprobs=3), prompt=(0,)))
-    entry = sampler.sample(logits, [0])[1][0]
+    entry = sampler.draw(logits, [0]).read()[1][0]
     assert (entry.token_id, entry.rank) == (1, 1)
     assert [token for token, _ in entry.top] == [1, 3, 4]
 
@@ -436,7 +436,7 @@ def test_equal_logprobs_share_the_best_rank_and_come_in_order_of_ids() -> None:
 def test_more_logprobs_than_tokens_reports_what_there_is() -> None:
     sampler = Sampler(5, 1, CPU)
     sampler.join(join(0, SamplingParams(temperature=0, logprobs=20), prompt=(0,)))
-    assert len(sampler.sample(logits_of(0, 1, 5), [0])[1][0].top) == 5
+    assert len(sampler.draw(logits_of(0, 1, 5), [0]).read()[1][0].top) == 5
 
 
 def test_prompt_logprobs_are_the_same_in_slices() -> None:
@@ -457,7 +457,7 @@ def test_prompt_logprobs_are_the_same_in_slices() -> None:
 
 @pytest.mark.parametrize("sampling", [SamplingParams(temperature=0), SamplingParams(seed=1, top_p=0.9, top_k=50)])
 @pytest.mark.parametrize("fault", [[math.nan], [math.inf], [math.inf, -math.inf], [math.nan, math.inf]])
-def test_logits_that_are_not_finite_name_the_slot_and_record_nothing(
+def test_logits_that_are_not_finite_name_the_slot_which_can_be_joined_again(
     sampling: SamplingParams, fault: list[float]
 ) -> None:
     good = logits_of(0, 2, 200)
@@ -468,8 +468,10 @@ def test_logits_that_are_not_finite_name_the_slot_and_record_nothing(
         sampler.join(join(4, SamplingParams(seed=8)))
         sampler.join(join(6, sampling))
     with pytest.raises(StepFailed, match=r"not finite.*\[6\]"):
-        failing.sample(bad, [4, 6])
-    assert failing.sample(good, [4, 6]) == untouched.sample(good, [4, 6])
+        failing.draw(bad, [4, 6]).read()
+    for slot, again in ((4, SamplingParams(seed=8)), (6, sampling)):
+        failing.join(join(slot, again))
+    assert failing.draw(good, [4, 6]).read() == untouched.draw(good, [4, 6]).read()
 
 
 def test_a_row_that_the_model_masks_whole_is_refused_and_one_left_open_is_taken() -> None:
@@ -477,11 +479,11 @@ def test_a_row_that_the_model_masks_whole_is_refused_and_one_left_open_is_taken(
     sampler = Sampler(50, 1, CPU)
     sampler.join(join(0, SamplingParams(seed=1, top_p=0.5)))
     with pytest.raises(StepFailed, match="not finite"):
-        sampler.sample(logits, [0])
+        sampler.draw(logits, [0]).read()
     logits[0, 21] = -4.0
-    assert sampler.sample(logits, [0])[0] == [21]
+    assert sampler.draw(logits, [0]).read()[0] == [21]
 
 
 def test_a_slot_that_nobody_joined_is_named() -> None:
     with pytest.raises(StepFailed, match="slot 2"):
-        Sampler(10, 3, CPU).sample(torch.zeros(1, 10), [2])
+        Sampler(10, 3, CPU).draw(torch.zeros(1, 10), [2]).read()

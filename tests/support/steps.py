@@ -18,22 +18,24 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=None)
 class Recorder:
     """A ModelRunner over a pool full of not-a-number that keeps the logits of each step by slot."""
 
-    def __init__(self, folder: Path, *, block_size: int = 4, blocks: int = 200, kv_dtype: str = "auto") -> None:
+    def __init__(
+        self, folder: Path, *, block_size: int = 4, blocks: int = 200, kv_dtype: str = "auto", device: str = "cpu"
+    ) -> None:
         cache = CacheConfig(block_size=block_size, kv_cache_dtype=kv_dtype, kv_cache_memory_bytes=64 * 2**20)
-        config = EngineConfig(ModelConfig(model=str(folder)), cache, SchedulerConfig(max_num_seqs=16))
+        config = EngineConfig(ModelConfig(model=str(folder), device=device), cache, SchedulerConfig(max_num_seqs=16))
         self.runner = runner.load(config)
         self.block_size = block_size
         for pool in self.pools:
             pool[: blocks * block_size] = torch.nan
         self.logits: dict[int, Tensor] = {}
         self.prompts: dict[int, tuple[int, ...]] = {}
-        sample = self.runner._sampler.sample
+        draw = self.runner._sampler.draw
 
         def keep(logits: Tensor, slots: list[int]) -> object:
             self.logits = dict(zip(slots, logits.clone(), strict=True))
-            return sample(logits, slots)
+            return draw(logits, slots)
 
-        self.runner._sampler.sample = keep
+        self.runner._sampler.draw = keep
 
     @property
     def pools(self) -> list[Tensor]:

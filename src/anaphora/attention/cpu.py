@@ -1,8 +1,9 @@
 """Paged attention on the CPU: the reference for the others, and fast where torch's flash kernel is.
 
 The pool of a layer is one matrix, a row a token slot: its keys, then its values (latents: keys only, which hold the
-values). Chunks of several tokens attend to what was there before and, causally, to themselves; single tokens attend
-in the parts that ``parts.py`` plans. Windows and softcap go through query blocks with a mask.
+values). Chunks of several tokens attend to what was there before and, causally, to themselves, with windows and
+softcap in query blocks with a mask. Single tokens attend to what they share in products that they share, as
+``parts.py`` plans it, and to what is their own in a compiled kernel (``native.py``).
 """
 
 from __future__ import annotations
@@ -13,7 +14,8 @@ import torch
 from torch import Tensor
 
 from anaphora.attention.base import KVLayout, LayerOptions, QueryRange, StepLayout
-from anaphora.attention.parts import DecodePlan, Part, Stretch, Tail, additive, plan_decode
+from anaphora.attention.parts import DecodePlan, Part, Stretch, additive, plan_decode
+from anaphora.attention.rows import RowAttention, RowWriter
 from anaphora.attention.shared import attend, merge
 from anaphora.types import BlockCopy
 
@@ -22,6 +24,9 @@ QUERY_BLOCK = 256
 
 MIN_SPLIT_TOKENS = 256
 """Keys are split over the threads down to this many."""
+
+Shared = tuple[Tensor, Tensor]
+"""Outputs of rows that attend together, and their logs."""
 
 
 class CpuAttention:
@@ -37,7 +42,9 @@ class CpuAttention:
         self._layout: StepLayout | None = None
         self._chunks: list[tuple[QueryRange, Stretch]] = []
         self._decodes = False
-        self._plans: dict[tuple[int | None, torch.dtype], DecodePlan] = {}
+        self._complete = False  # whether every row of the batch is some sequence's
+        self._writer: RowWriter | None = None
+        self._plans: dict[tuple[int | None, torch.dtype], tuple[DecodePlan, RowAttention]] = {}
         self._masks: dict[tuple[int, int, int, int | None, torch.dtype], Tensor] = {}
 
     @property
@@ -56,23 +63,22 @@ class CpuAttention:
         self._layout = layout
         self._chunks = [(q, Stretch.of(self._table(q))) for q in layout.queries if q.length > 1]
         self._decodes = any(q.length == 1 for q in layout.queries)
+        self._complete = sum(q.length for q in layout.queries) == len(layout.slot_mapping)
+        self._writer = RowWriter(layout.slot_mapping)
         self._plans.clear()
         self._masks.clear()
 
     def run(self, layer: int, query: Tensor, key: Tensor, value: Tensor | None, options: LayerOptions) -> Tensor:
         assert self._layout is not None
+        assert self._writer is not None
         layout, pool = self._layouts[layer], self._pools[layer]
-        new = (key,) if value is None else (key, value)
-        rows = torch.cat([x.transpose(0, 1).flatten(1) for x in new], dim=1)
-        pool.index_copy_(0, self._layout.slot_mapping, rows.to(pool.dtype))
-        out = query.new_zeros(query.shape[1], query.shape[0], layout.value_size)
+        self._writer.write(layout, pool, key, value)
+        make = query.new_empty if self._complete else query.new_zeros
+        out = make(query.shape[1], query.shape[0], layout.value_size)
         if self._decodes:
-            dtype = torch.promote_types(query.dtype, pool.dtype)
-            plan = self._decode_plan(options.window, dtype)
-            single = self._decode(layout, plan, _pick(query, plan.rows).to(dtype), pool, options).to(query.dtype)
-            if plan.rows is None:
-                return single
-            out.index_copy_(0, plan.rows, single)
+            plan, rows = self._decode_plan(options.window, torch.promote_types(query.dtype, pool.dtype))
+            shared = [self._part(layout, part, query, pool, options) for part in plan.parts]
+            rows.attend(layout, pool, query, shared, options, out)
         for chunk, keys in self._chunks:
             span = slice(chunk.row, chunk.row + chunk.length)
             tokens = keys.read(pool, self._block_size)[: chunk.start + chunk.length]
@@ -82,12 +88,13 @@ class CpuAttention:
     def _table(self, query: QueryRange) -> Sequence[int]:
         return query.blocks[: -(-(query.start + query.length) // self._block_size)]
 
-    def _decode_plan(self, window: int | None, dtype: torch.dtype) -> DecodePlan:
-        plan = self._plans.get((window, dtype))
-        if plan is None:
+    def _decode_plan(self, window: int | None, dtype: torch.dtype) -> tuple[DecodePlan, RowAttention]:
+        found = self._plans.get((window, dtype))
+        if found is None:
             assert self._layout is not None
-            plan = self._plans[window, dtype] = plan_decode(self._layout, self._block_size, window, dtype)
-        return plan
+            plan = plan_decode(self._layout, self._block_size, window, dtype)
+            found = self._plans[window, dtype] = (plan, RowAttention(plan, self._block_size))
+        return found
 
     # --- Several tokens of one sequence ---------------------------------------------------------------------------
 
@@ -144,64 +151,18 @@ class CpuAttention:
 
     # --- Single tokens of many sequences --------------------------------------------------------------------------
 
-    def _decode(self, layout: KVLayout, plan: DecodePlan, query: Tensor, pool: Tensor, options: LayerOptions) -> Tensor:
-        """``query`` ``[H, R, D]``, a row a sequence; ``[R, H, Dv]`` float32 or the dtype of ``query``."""
-        found = [(p.rows, p.level, *self._part(layout, p, _pick(query, p.rows), pool, options)) for p in plan.parts]
-        if (tail := plan.tail) is not None:
-            found.append((tail.rows, tail.level, *self._tail(layout, tail, _pick(query, tail.rows), pool, options)))
-        if len(found) == 1 and len(found[0][2]) == 1 and options.sinks is None:
-            merged = found[0][2][0]
-        else:
-            merged = merge(*_stacked(found, plan.levels, query.shape[1]), options.sinks)
-        return merged[..., : layout.value_size].transpose(0, 1)
-
-    def _part(
-        self, layout: KVLayout, part: Part, query: Tensor, pool: Tensor, options: LayerOptions
-    ) -> tuple[Tensor, Tensor]:
-        """All rows of a part over the same keys, cut in P pieces: ``[P, H, R, D]`` and ``[P, H, R]``."""
-        tokens = part.keys.read(pool, self._block_size).to(query.dtype)
-        heads, rows, size = query.shape
+    def _part(self, layout: KVLayout, part: Part, query: Tensor, pool: Tensor, options: LayerOptions) -> Shared:
+        """All rows of a part over the same keys, cut in P pieces: ``[P, Hkv, G · R, Dv]`` and ``[P, Hkv, G · R]``."""
+        if part.rows is not None:
+            query = query[:, part.rows]
+        query, tokens = _common(query, part.keys.read(pool, self._block_size))
+        group = query.shape[0] // layout.heads
         pieces = 1 if part.mask is not None else _pieces(layout.heads, len(tokens))
         keys, values = _heads(layout, tokens.view(pieces, -1, tokens.shape[1]))
-        flat = query.reshape(1, layout.heads, -1, size).expand(pieces, -1, -1, -1)
-        mask = None if part.mask is None else part.mask.repeat(heads // layout.heads, 1)
+        flat = query.reshape(1, layout.heads, -1, query.shape[2]).expand(pieces, -1, -1, -1)
+        mask = None if part.mask is None else part.mask.repeat(group, 1)
         out, logs = attend(flat, keys, values, options, mask=mask)
-        logs = logs.reshape(pieces, heads, rows)
-        if part.blind is not None:
-            logs = logs.masked_fill(part.blind, -torch.inf)
-        return out.reshape(pieces, heads, rows, -1), logs
-
-    def _tail(
-        self, layout: KVLayout, tail: Tail, query: Tensor, pool: Tensor, options: LayerOptions
-    ) -> tuple[Tensor, Tensor]:
-        """Each row over its own gathered blocks: ``[1, H, R, D]`` and ``[1, H, R]``."""
-        width = pool.shape[1]
-        blocks = pool.view(-1, self._block_size * width).index_select(0, tail.index).view(-1, width)
-        blocks.index_fill_(0, tail.unread, 0)
-        heads, rows, size = query.shape
-        keys, values = _heads(layout, blocks.to(query.dtype).view(rows, -1, width))
-        own = query.view(layout.heads, -1, rows, size).permute(2, 0, 1, 3)
-        out, logs = attend(own, keys, values, options, mask=tail.mask)
-        outs = out.permute(1, 2, 0, 3).reshape(1, heads, rows, -1)
-        return outs, logs.permute(1, 2, 0).reshape(1, heads, rows)
-
-
-def _stacked(found: list[tuple[Tensor | None, int, Tensor, Tensor]], levels: int, rows: int) -> tuple[Tensor, Tensor]:
-    """All parts of ``rows`` rows as the merge takes them; what a row does not have is -inf and zeros there."""
-    if all(members is None for members, *_ in found):
-        return torch.cat([out for *_, out, _ in found]), torch.cat([log for *_, log in found])
-    pieces = max(len(out) for *_, out, _ in found)
-    _, _, out, log = found[0]
-    outs = out.new_zeros(levels * pieces, out.shape[1], rows, out.shape[3])
-    logs = log.new_full((levels * pieces, log.shape[1], rows), -torch.inf)
-    for members, level, out, log in found:
-        place = slice(level * pieces, level * pieces + len(out))
-        if members is None:
-            outs[place], logs[place] = out, log
-        else:
-            outs[place].index_copy_(2, members, out)
-            logs[place].index_copy_(2, members, log)
-    return outs, logs
+        return out, logs if part.blind is None else logs.masked_fill(part.blind.repeat(group), -torch.inf)
 
 
 def _heads(layout: KVLayout, tokens: Tensor) -> tuple[Tensor, Tensor]:
@@ -219,10 +180,6 @@ def _heads(layout: KVLayout, tokens: Tensor) -> tuple[Tensor, Tensor]:
 def _over(x: Tensor, query: Tensor) -> Tensor:
     """``[Hkv, N, D]`` seen by each of the heads that share it, as ``query`` ``[Hkv, G, M, D]`` has them."""
     return x[:, None].expand(-1, query.shape[1], -1, -1)
-
-
-def _pick(query: Tensor, rows: Tensor | None) -> Tensor:
-    return query if rows is None else query[:, rows]
 
 
 def _common(query: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:

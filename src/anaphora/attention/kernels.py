@@ -54,7 +54,7 @@ def _halves(base, inside, MASKED: tl.constexpr, SIZE: tl.constexpr, A: tl.conste
 
 @triton.jit
 def _tile(
-    state_a, state_b, best, total, query_a, query_b, pool, tables, at, end, position, head,
+    state_a, state_b, best, total, query_a, query_b, pool, table, at, end, position, head,
     scale, softcap, window,
     HEADS: tl.constexpr, KEY: tl.constexpr, KEY_A: tl.constexpr, KEY_B: tl.constexpr,
     VALUE: tl.constexpr, VALUE_A: tl.constexpr, VALUE_B: tl.constexpr, LATENT: tl.constexpr,
@@ -65,7 +65,7 @@ def _tile(
     WIDTH: tl.constexpr = HEADS * (KEY + (0 if LATENT else VALUE))
     n = at + tl.arange(0, N)
     inside = n < end
-    block = tl.load(tables + n // BLOCK_SIZE, mask=inside, other=0) if MASKED else tl.load(tables + n // BLOCK_SIZE)
+    block = tl.load(table + n // BLOCK_SIZE, mask=inside, other=0) if MASKED else tl.load(table + n // BLOCK_SIZE)
     token = pool + (block.to(tl.int64) * BLOCK_SIZE + n % BLOCK_SIZE) * WIDTH
     key_a, key_b = _halves(token + head * KEY, inside, MASKED, KEY, KEY_A, KEY_B)
     scores = tl.dot(query_a, tl.trans(key_a), input_precision=PRECISION)
@@ -112,9 +112,7 @@ def attend_items(
     """
     item = tl.program_id(0) // HEADS
     head = tl.program_id(0) % HEADS
-    if item >= tl.load(count):
-        return
-    tables += tl.load(items + item * 8)
+    table = tables + tl.load(items + item * 8)
     begin = tl.load(items + item * 8 + 1)
     end = tl.load(items + item * 8 + 2)
     lowest = tl.load(items + item * 8 + 3)
@@ -122,6 +120,8 @@ def attend_items(
     length = tl.load(items + item * 8 + 5)
     part = tl.load(items + item * 8 + 6)
     direct = tl.load(items + item * 8 + 7)
+    if item >= tl.load(count):
+        return
 
     m = tl.arange(0, M)
     member = m // G
@@ -148,13 +148,13 @@ def attend_items(
         whole = begin + tl.maximum(tl.minimum(end, lowest + 1) - begin, 0) // N * N
         for at in tl.range(begin, whole, N):
             state_a, state_b, best, total = _tile(
-                state_a, state_b, best, total, query_a, query_b, pool, tables, at, end, position, head,
+                state_a, state_b, best, total, query_a, query_b, pool, table, at, end, position, head,
                 scale, softcap, window, HEADS, KEY, KEY_A, KEY_B, VALUE, VALUE_A, VALUE_B, LATENT,
                 BLOCK_SIZE, N, SOFTCAP, WINDOW, False, PRECISION,
             )  # fmt: skip
     for at in tl.range(whole, end, N):
         state_a, state_b, best, total = _tile(
-            state_a, state_b, best, total, query_a, query_b, pool, tables, at, end, position, head,
+            state_a, state_b, best, total, query_a, query_b, pool, table, at, end, position, head,
             scale, softcap, window, HEADS, KEY, KEY_A, KEY_B, VALUE, VALUE_A, VALUE_B, LATENT,
             BLOCK_SIZE, N, SOFTCAP, WINDOW, True, PRECISION,
         )  # fmt: skip
@@ -182,8 +182,7 @@ def attend_items(
         tl.store(part_outs + line[:, None] * VALUE + a, state_a * share[:, None], mask=valid[:, None])
         if VALUE_B > 0:
             b = VALUE_A + tl.arange(0, VALUE_B)[None, :]
-            target = part_outs + line[:, None] * VALUE + b
-            tl.store(target, state_b * share[:, None], mask=valid[:, None] & (b < VALUE))
+            tl.store(part_outs + line[:, None] * VALUE + b, state_b * share[:, None], mask=valid[:, None] & (b < VALUE))
 
 
 @triton.jit

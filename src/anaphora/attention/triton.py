@@ -17,7 +17,9 @@ from torch import Tensor
 
 from anaphora.attention import kernels
 from anaphora.attention.base import KVLayout, LayerOptions, StepLayout
-from anaphora.attention.worklist import Tiling, plan
+from anaphora.attention.fixed import DeviceList, FixedList
+from anaphora.attention.transfer import pack, to_device
+from anaphora.attention.worklist import Tiling, WorkList, plan
 from anaphora.errors import ConfigError
 from anaphora.types import BlockCopy
 
@@ -36,8 +38,11 @@ class _Shape:
     stages: int
 
 
-def _shapes(layout: KVLayout, group: int, itemsize: int) -> tuple[_Shape, _Shape]:
-    """For small and large tiles: what fits the registers and the shared memory of a Hopper processor."""
+def _shapes(layout: KVLayout, group: int, itemsize: int, chunks: bool) -> tuple[_Shape, _Shape]:
+    """For small and large tiles: the fastest of those tried on a Hopper processor (``benchmarks/attention.py``).
+
+    Large tiles are of chunks (arithmetic counts: few warps with many registers) or of groups alone.
+    """
     least = max(16, triton.next_power_of_2(group))
     if itemsize > 2:
         return _Shape(least, 16, 4, 1), _Shape(max(32, least), 16, 4, 1)
@@ -45,23 +50,8 @@ def _shapes(layout: KVLayout, group: int, itemsize: int) -> tuple[_Shape, _Shape
         return _Shape(least, 32, 4, 2), _Shape(max(64, least), 32, 8, 2)
     if layout.key_size > 128:
         return _Shape(least, 64, 4, 2), _Shape(max(64, least), 64, 4, 2)
-    return _Shape(least, 64, 4, 3), _Shape(max(128, least), 64, 8, 3)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Step:
-    """A planned step on the device. ``counts`` are those of small items, large items and merges, on either side."""
-
-    slots: Tensor
-    small: Tensor
-    large: Tensor
-    members: Tensor
-    merges: Tensor
-    positions: Tensor
-    tables: Tensor
-    counts: Tensor
-    launches: tuple[int, int, int]
-    parts: int
+    large = _Shape(max(128, least), 64, 4, 3) if chunks else _Shape(max(128, least), 128, 8, 3)
+    return _Shape(least, 64, 2, 3), large
 
 
 class TritonAttention:
@@ -70,7 +60,8 @@ class TritonAttention:
     def __init__(
         self, layouts: Sequence[KVLayout], num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
     ) -> None:
-        _check(layouts, block_size)
+        self.check_block_size(block_size)
+        _check(layouts)
         self._layouts = layouts
         self._block_size = block_size
         self._device = device
@@ -79,8 +70,23 @@ class TritonAttention:
         if device.type == "cuda":
             self._processors = torch.cuda.get_device_properties(device).multi_processor_count
         self._layout: StepLayout | None = None
-        self._steps: dict[tuple[int, int, int, int], _Step] = {}
-        self._parts: dict[tuple[int, int, int], tuple[Tensor, Tensor]] = {}
+        self._chunks = False
+        self._lists: dict[Tiling, DeviceList] = {}
+        self._room: tuple[int, bool] | None = None
+        self._plans: dict[Tiling, WorkList] = {}
+        self._most_rows = 0
+        self._fixed: dict[tuple[Tiling, int, bool], FixedList] = {}
+        self._buffers: dict[Tiling, Tensor] = {}
+        self._parts: dict[tuple[int, int, bool], tuple[Tensor, Tensor]] = {}
+
+    @staticmethod
+    def check_block_size(block_size: int) -> None:
+        """ConfigError for one that the kernels do not take."""
+        if block_size < MIN_BLOCK_SIZE or block_size & (block_size - 1):
+            raise ConfigError(
+                f"--block-size {block_size} does not work on a GPU, which takes powers of two from {MIN_BLOCK_SIZE} on",
+                param="block_size",
+            )
 
     @property
     def pools(self) -> list[Tensor]:
@@ -95,60 +101,95 @@ class TritonAttention:
         offsets = np.arange(filled.sum()) - np.repeat(np.cumsum(filled) - filled, filled)
         sources = np.repeat([copy.source * size for copy in copies], filled) + offsets
         targets = np.repeat([copy.target * size for copy in copies], filled) + offsets
-        index = _send(np.stack((sources, targets)), self._device)
+        index = to_device(np.stack((sources, targets)), self._device)
         for pool in {id(pool): pool for pool, _ in self._pools}.values():
             pool[:, index[1]] = pool[:, index[0]]
 
     def plan(self, layout: StepLayout) -> None:
         self._layout = layout
-        self._steps.clear()
+        self._chunks = any(query.length > 1 for query in layout.queries)
+        self._room = None
+        self._lists.clear()
+        self._plans.clear()
+
+    def reserve(self, rows: int) -> None:
+        """``plan_fixed`` will be used for up to this many rows."""
+        self._most_rows = rows
+
+    def plan_fixed(self, layout: StepLayout, rows: int, shared: bool | None = None) -> bool | None:
+        """Plan a step of decode rows in buffers that stay where they are: those of ``rows`` and ``shared``.
+
+        Returns ``shared``, which is whether prefixes are attended to in large tiles and, left out, is read off the
+        step; None if the step does not fit.
+        """
+        self.plan(layout)
+        if shared is None:
+            shared = any(len(self._plan(tiling).large) > 0 for tiling in self._buffers)
+        self._room = (rows, shared)
+        for tiling in self._buffers:
+            if not self._fixed_list(tiling, rows, shared).fill(self._plan(tiling)):
+                return None
+        return shared
 
     def run(self, layer: int, query: Tensor, key: Tensor, value: Tensor | None, options: LayerOptions) -> Tensor:
         layout = self._layouts[layer]
         heads, rows = query.shape[:2]
         group = heads // layout.heads
         pool, place = self._pools[layer]
-        small, large = _shapes(layout, group, pool.element_size())
-        step = self._step(layout.heads, group, small.m, large.m)
-        self._write(layout, pool[place], step.slots, key, value)
+        small, large = _shapes(layout, group, pool.element_size(), self._chunks)
+        programs = max(1, self._processors * PROGRAMS_PER_PROCESSOR // layout.heads)
+        assert self._layout is not None
+        step = self._list(Tiling(group, small.m, large.m, programs, layout.width * pool.element_size()))
+        self._write(layout, pool[place], self._layout.slot_mapping, key, value)
         out = query.new_empty(rows, heads, layout.value_size)
         parts = self._part_buffers(heads, layout.value_size, step.parts)
         work = ((small, step.small, step.launches[0], 0), (large, step.large, step.launches[1], 1))
         for shape, items, launched, at in work:
             if launched:
                 target = (query, pool[place], out, *parts)
-                self._attend(layout, shape, (items, launched, step.counts[at:]), step, target, options)
+                self._attend(layout, shape, (items, launched, step.counts[4 * at :]), step, target, options)
         if step.launches[2]:
             kernels.merge_parts[(step.launches[2], heads)](
-                *parts, out, step.merges, step.counts[2:], _sinks(options, out),
+                *parts, out, step.merges, step.counts[8:], _sinks(options, out),
                 heads, layout.value_size, triton.next_power_of_2(layout.value_size), options.sinks is not None,
             )  # fmt: skip
         return out
 
-    def _step(self, heads: int, group: int, small: int, large: int) -> _Step:
-        """The plan of the present step for layers of this shape; most models have one shape."""
-        name = (heads, group, small, large)
-        if name not in self._steps:
-            assert self._layout is not None
-            programs = max(1, self._processors * PROGRAMS_PER_PROCESSOR // heads)
-            work = plan(
-                self._layout.queries, self._layout.groups, self._block_size, Tiling(group, small, large, programs)
-            )
+    def _list(self, tiling: Tiling) -> DeviceList:
+        """The present step's list for layers of this shape; most models have one shape."""
+        if self._room is not None:
+            return self._fixed_list(tiling, *self._room).list
+        if tiling not in self._lists:
+            work = self._plan(tiling)
             launches = (len(work.small), len(work.large), len(work.merges))
-            arrays = (
-                np.array(launches, np.int32), work.small, work.large, work.members, work.merges, work.positions,
-                work.tables,
-            )  # fmt: skip
-            counts, *views = _send_together(arrays, self._device)
-            slots = self._layout.slot_mapping
-            self._steps[name] = _Step(slots, *views, counts=counts, launches=launches, parts=work.parts)
-        return self._steps[name]
+            counted = np.repeat(np.array(launches, np.int32), 4)  # each at a multiple of 16 bytes
+            lists = [work.small, work.large, work.members, work.merges, work.positions, work.tables]
+            counts, *views = pack([counted, *lists], self._device)
+            self._lists[tiling] = DeviceList(*views, counts=counts, launches=launches, parts=work.parts)
+        return self._lists[tiling]
+
+    def _plan(self, tiling: Tiling) -> WorkList:
+        assert self._layout is not None
+        if tiling not in self._plans:
+            self._plans[tiling] = plan(self._layout.queries, self._layout.groups, self._block_size, tiling)
+        return self._plans[tiling]
+
+    def _fixed_list(self, tiling: Tiling, rows: int, shared: bool) -> FixedList:
+        name = (tiling, rows, shared)
+        if name not in self._fixed:
+            if tiling not in self._buffers:
+                self._buffers[tiling] = FixedList.buffer(self._most_rows, tiling, self._device)
+            self._fixed[name] = FixedList(rows, shared, tiling, self._buffers[tiling])
+        return self._fixed[name]
 
     def _part_buffers(self, heads: int, size: int, parts: int) -> tuple[Tensor, Tensor]:
-        """Room for partial results; kept, and made larger where a step needs more."""
-        name = (heads, size, 0)
+        """Room for partial results; kept, and made larger where a step needs more.
+
+        That for graphs must not move, so the graph of the most rows is to be captured first.
+        """
+        name = (heads, size, self._room is not None)
         if name not in self._parts or len(self._parts[name][0]) < parts:
-            room = triton.next_power_of_2(max(parts, 16))
+            room = parts if self._room is not None else triton.next_power_of_2(max(parts, 16))
             self._parts[name] = (
                 torch.empty(room, heads, size, dtype=torch.float32, device=self._device),
                 torch.empty(room, heads, dtype=torch.float32, device=self._device),
@@ -169,7 +210,7 @@ class TritonAttention:
         layout: KVLayout,
         shape: _Shape,
         work: tuple[Tensor, int, Tensor],
-        step: _Step,
+        step: DeviceList,
         target: tuple[Tensor, ...],
         options: LayerOptions,
     ) -> None:
@@ -188,12 +229,7 @@ class TritonAttention:
         )  # fmt: skip
 
 
-def _check(layouts: Sequence[KVLayout], block_size: int) -> None:
-    if block_size < MIN_BLOCK_SIZE or block_size & (block_size - 1):
-        raise ConfigError(
-            f"--block-size {block_size} does not work on a GPU: its kernels take powers of two from {MIN_BLOCK_SIZE} on",
-            param="block_size",
-        )
+def _check(layouts: Sequence[KVLayout]) -> None:
     for index, layout in enumerate(layouts):
         sizes = (layout.key_size, layout.value_size)
         if min(sizes) < 16 or max(sizes) > MAX_KEY_SIZE or any(size % 8 for size in sizes):
@@ -220,20 +256,3 @@ def _halves(size: int) -> tuple[int, int]:
 
 def _sinks(options: LayerOptions, otherwise: Tensor) -> Tensor:
     return otherwise if options.sinks is None else options.sinks
-
-
-def _send(array: np.ndarray, device: torch.device) -> Tensor:
-    """To the device without waiting for it: from pinned memory, which torch keeps until the copy is done."""
-    host = torch.from_numpy(array)
-    return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host.to(device)
-
-
-def _send_together(arrays: Sequence[np.ndarray], device: torch.device) -> list[Tensor]:
-    """One copy for all; each begins at a multiple of 16 bytes."""
-    sizes = [-(-array.size // 4) * 4 for array in arrays]
-    packed = np.empty(sum(sizes), np.int32)
-    at = 0
-    for array, size in zip(arrays, sizes, strict=True):
-        packed[at : at + array.size] = array.ravel()
-        at += size
-    return list(_send(packed, device).split(sizes))

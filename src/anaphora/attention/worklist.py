@@ -27,21 +27,27 @@ Ints = NDArray[np.int32]
 MIN_SPLIT_TOKENS = 128
 """A range is not cut into pieces of fewer keys."""
 
-MIN_SHARED = ((2, 4096), (4, 1024), (8, 512), (16, 128))
-"""A group is attended together from (rows, keys) on; below, reading the keys once a row is no slower."""
+MIN_SHARED_KEYS = 256
+"""A group of fewer keys is attended together only if that alone saves ``MIN_SAVED_BYTES``."""
+
+MIN_SAVED_BYTES = 64 * 2**20
+"""What a step's groups in large tiles must save of reads in each layer to make up for their launch. Measured on an
+H200 (``benchmarks/attention.py``): 9 µs, in which it reads this much."""
 
 
 @dataclass(frozen=True, slots=True)
 class Tiling:
     """How the kernels are launched: query heads of a KV head, query rows of a small and a large tile, programs.
 
-    ``programs`` is how many of them, divided by the KV heads, keep the device busy.
+    ``programs`` is how many of them, divided by the KV heads, keep the device busy; ``key_bytes`` is what a layer
+    reads of a token.
     """
 
     heads_per_group: int
     small: int
     large: int
     programs: int
+    key_bytes: int
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -121,11 +127,7 @@ def _decode_tiles(
     shared = np.zeros(len(queries), np.int32)  # keys of each row that groups cover
     places = {query.slot: index for index, query in enumerate(queries)} if groups else {}
     size = tiling.large // tiling.heads_per_group
-    for group in sorted(groups, key=lambda g: g.first):
-        members = np.array(sorted(places[slot] for slot in group.slots if slot in places), np.int32)
-        end = group.last * block_size
-        if not len(members) or not shares(len(members), end - int(shared[members[0]])):
-            continue
+    for members, end in worthwhile(_members(groups, places), block_size, tiling):
         cuts = np.arange(0, len(members), size)
         lengths = np.minimum(size, len(members) - cuts).astype(np.int32)
         begin = np.full_like(lengths, shared[members[0]])
@@ -142,9 +144,35 @@ def _decode_tiles(
             tiles.add(rows[some], one[some], offsets[some], keys, starts[some], direct)
 
 
-def shares(members: int, keys: int) -> bool:
-    """Whether attending together is worth the merge that it costs."""
-    return any(members >= rows and keys >= least for rows, least in MIN_SHARED)
+def _members(groups: Sequence[PrefixGroup], places: dict[int, int]) -> list[tuple[PrefixGroup, Ints]]:
+    """Groups from the beginning on, with those of their members that decode in this step."""
+    found = []
+    for group in sorted(groups, key=lambda g: g.first):
+        members = np.array(sorted(places[slot] for slot in group.slots if slot in places), np.int32)
+        if len(members) > 1:
+            found.append((group, members))
+    return found
+
+
+def worthwhile(groups: Sequence[tuple[PrefixGroup, Ints]], block_size: int, tiling: Tiling) -> list[tuple[Ints, int]]:
+    """The cost gate: (members, end of their shared keys) of the groups with which the step is no slower than without.
+
+    Keys of a group left out go to the groups below it.
+    """
+
+    def saved(group: PrefixGroup, members: Ints) -> int:
+        return (group.last - group.first) * block_size * (len(members) - 1) * tiling.key_bytes
+
+    def is_large(members: Ints) -> bool:
+        return len(members) * tiling.heads_per_group > tiling.small
+
+    in_large = sum(saved(group, members) for group, members in groups if is_large(members))
+    return [
+        (members, group.last * block_size)
+        for group, members in groups
+        if (not is_large(members) or in_large >= MIN_SAVED_BYTES)
+        and ((group.last - group.first) * block_size >= MIN_SHARED_KEYS or saved(group, members) >= MIN_SAVED_BYTES)
+    ]
 
 
 def _chunk_tiles(tiles: _Tiles, query: QueryRange, offset: int, tiling: Tiling) -> None:

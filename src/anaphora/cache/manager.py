@@ -331,7 +331,7 @@ class CacheManager:
                 f"request {ghost.by} needed its block" if ghost.root == table.root else "other traffic needed its block"
             )
             return Reason.EVICTED, f"evicted {self._clock() - ghost.time:.1f} s ago when {by}"
-        if match.continued:
+        if match.continued and match.tokens:
             return Reason.DIVERGED, f"an earlier prompt goes on differently from token {match.tokens}"
         if not match.tokens:
             return Reason.COLD, "nothing like it was seen"

@@ -10,13 +10,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from anaphora.attention.base import QueryRange, StepLayout
+from anaphora.attention.transfer import to_device
 from anaphora.errors import StepFailed
 from anaphora.types import Batch
 
@@ -26,21 +28,32 @@ ROW_MULTIPLE = 16
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StepInputs:
-    """``token_ids`` and ``positions`` ``[1, T]`` int64. ``given`` counts the rows whose token came with the batch."""
+    """``token_ids`` and ``positions`` ``[1, T]`` int64. ``sample_rows`` ``[R]`` int64: the rows of ``sample_slots``.
+
+    A token id -1 - s stands for the one sampled last in slot s. ``given`` counts the rows whose token came with the
+    batch.
+    """
 
     token_ids: Tensor
     positions: Tensor
     layout: StepLayout
-    sample_rows: tuple[int, ...]
-    sample_slots: tuple[int, ...]
+    sample_rows: Tensor
+    sample_slots: list[int]
+    sample_slots_device: Tensor
     given: int
 
 
 def flatten(
-    batch: Batch, tables: Mapping[int, Sequence[int]], last_tokens: Mapping[int, int], block_size: int
+    batch: Batch,
+    tables: Mapping[int, Sequence[int]],
+    sampled: Container[int],
+    block_size: int,
+    device: torch.device,
+    padded: int | None = None,
 ) -> StepInputs:
-    """Lay the batch's chunks side by side. ``tables`` and ``last_tokens`` are kept by slot.
+    """Lay the batch's chunks side by side. ``tables`` are kept by slot; ``sampled`` are slots with a last token.
 
+    ``padded`` is to how many rows; left out, to a multiple of ROW_MULTIPLE.
     Raises StepFailed where a chunk does not fit its slot (a fault of the engine).
     """
     token_ids: list[int] = []
@@ -59,9 +72,9 @@ def flatten(
             )
         queries.append(QueryRange(chunk.slot, len(token_ids), chunk.length, chunk.start, table))
         if chunk.token_ids is None:
-            if chunk.slot not in last_tokens:
+            if chunk.slot not in sampled:
                 raise StepFailed(f"slot {chunk.slot} has sampled no token to go on from")
-            token_ids.append(last_tokens[chunk.slot])
+            token_ids.append(-1 - chunk.slot)
         else:
             token_ids += chunk.token_ids
             given += chunk.length
@@ -76,14 +89,20 @@ def flatten(
             rows.append(len(token_ids) - 1)
     # oneDNN prepares itself anew for each number of rows, which costs as much as 20 rows do: keep to a few numbers.
     padding = -len(slots) % ROW_MULTIPLE if len(slots) > ROW_MULTIPLE else 0
+    if padded is not None:
+        padding = padded - len(slots)
     for values in (token_ids, positions, slots):
         values += [0] * padding
-    layout = StepLayout(torch.tensor(slots, dtype=torch.int64), tuple(queries), batch.groups)
+    total = len(slots)
+    sampling = [chunk.slot for chunk in batch.chunks if chunk.sample]
+    sent = to_device(np.array([*token_ids, *positions, *slots, *rows, *sampling], np.int64), device)
+    layout = StepLayout(sent[2 * total : 3 * total], tuple(queries), batch.groups)
     return StepInputs(
-        torch.tensor([token_ids], dtype=torch.int64),
-        torch.tensor([positions], dtype=torch.int64),
+        sent[None, :total],
+        sent[None, total : 2 * total],
         layout,
-        tuple(rows),
-        tuple(chunk.slot for chunk in batch.chunks if chunk.sample),
+        sent[3 * total : 3 * total + len(rows)],
+        sampling,
+        sent[3 * total + len(rows) :],
         given,
     )

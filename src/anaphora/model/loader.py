@@ -18,7 +18,7 @@ from transformers import logging as transformers_logging
 from anaphora.attention.base import IMPLEMENTATION, Absorbed, KVLayout, LatentTap, LayerOptions, route
 from anaphora.config import ModelConfig
 from anaphora.errors import ModelError
-from anaphora.model.fusion import fuse
+from anaphora.model.fusion import fuse, fuse_norms
 
 _DTYPES = {
     "bfloat16": torch.bfloat16,
@@ -55,17 +55,23 @@ class LoadedModel:
         return {"use_cache": False} | ({} if self.tap is None else {self.cache_keyword: self.tap})
 
 
-def load_model(settings: ModelConfig) -> LoadedModel:
-    """Load ``settings.model``, a local folder, for the CPU. Raises ModelError, which names the model and the reason."""
+def load_model(settings: ModelConfig, device: torch.device) -> LoadedModel:
+    """Load ``settings.model``, a local folder. Raises ModelError, which names the model and the reason."""
     folder = Path(str(settings.model))
     config = _read_config(folder, settings.trust_remote_code)
     check_config(config, folder)
     window = rope_window(config, folder, settings.max_model_len)
-    dtype, warnings = _choose_dtype(settings.dtype, config, folder)
-    model = _load_weights(folder, dtype, settings.trust_remote_code)
+    dtype, warnings = _choose_dtype(settings.dtype, config, folder, device)
+    if settings.load_format == "dummy":
+        model = _random_weights(config, dtype, settings.trust_remote_code, device)
+    else:
+        model = _load_weights(folder, dtype, settings.trust_remote_code, device)
     layouts, absorbed, tap, vocab_size = _probe(model, folder)
     weights = sum(tensor.nbytes for tensor in _tensors(model))
-    fuse(model)
+    if device.type == "cpu":
+        fuse(model)
+    else:
+        fuse_norms(model)
     return LoadedModel(
         model, layouts, absorbed, tap, _cache_keyword(model), vocab_size, window, dtype, weights, tuple(warnings)
     )
@@ -171,9 +177,11 @@ def _rope_parameters(config: PreTrainedConfig) -> list[dict[str, Any]]:
     return nested or [rope]
 
 
-def _choose_dtype(asked: str, config: PreTrainedConfig, folder: Path) -> tuple[torch.dtype, list[str]]:
+def _choose_dtype(
+    asked: str, config: PreTrainedConfig, folder: Path, device: torch.device
+) -> tuple[torch.dtype, list[str]]:
     dtype = _DTYPES[asked] if asked != "auto" else _checkpoint_dtype(config, folder)
-    if dtype in (torch.bfloat16, torch.float32):
+    if device.type == "cuda" or dtype in (torch.bfloat16, torch.float32):
         return dtype, []
     fast = torch.ops.mkldnn._is_mkldnn_bf16_supported()
     use = torch.bfloat16 if fast else torch.float32
@@ -199,12 +207,23 @@ def _checkpoint_dtype(config: PreTrainedConfig, folder: Path) -> torch.dtype:
 # --- The weights, and what they show ----------------------------------------------------------------------------------
 
 
-def _load_weights(folder: Path, dtype: torch.dtype, trust_remote_code: bool) -> Any:
+def _random_weights(config: PreTrainedConfig, dtype: torch.dtype, trust_remote_code: bool, device: torch.device) -> Any:
+    """A model of this shape that knows nothing, for benchmarks."""
+    torch.manual_seed(0)
+    with device:
+        model = AutoModelForCausalLM.from_config(
+            config, dtype=dtype, attn_implementation=IMPLEMENTATION, trust_remote_code=trust_remote_code
+        )
+    return model.eval().requires_grad_(False)
+
+
+def _load_weights(folder: Path, dtype: torch.dtype, trust_remote_code: bool, device: torch.device) -> Any:
     try:
         with _quiet():
             loaded: Any = AutoModelForCausalLM.from_pretrained(
                 folder,
                 dtype=dtype,
+                device_map=None if device.type == "cpu" else {"": device},
                 attn_implementation=IMPLEMENTATION,
                 trust_remote_code=trust_remote_code,
                 local_files_only=True,
@@ -272,7 +291,7 @@ def _probe(model: Any, folder: Path) -> tuple[tuple[KVLayout, ...], dict[int, Ab
     probe = _Probe(tap)
     name = f"{folder.name} ({config.model_type})"
     arguments = {"use_cache": False} | ({} if tap is None else {_cache_keyword(model): tap})
-    token = torch.zeros(1, 1, dtype=torch.int64)
+    token = torch.zeros(1, 1, dtype=torch.int64, device=next(model.parameters()).device)
     try:
         with torch.inference_mode(), route(probe):
             logits = model(token, position_ids=token, logits_to_keep=1, **arguments).logits

@@ -47,17 +47,18 @@ def free_bytes(device: torch.device) -> int:
 
 
 def count_blocks(
-    cache: CacheConfig, bytes_per_block: int, device: torch.device, largest_step: Callable[[], None]
+    cache: CacheConfig, bytes_per_block: int, device: torch.device, largest_step: Callable[[], None], reserve: int
 ) -> int:
-    """Blocks of the pool, the null block included. ``largest_step`` runs the step that needs most memory, on a GPU.
+    """Blocks of the pool, the null block included.
 
+    On a GPU ``largest_step`` runs the step that needs most memory, and ``reserve`` bytes are kept beside it.
     Raises ConfigError where not even one block has room.
     """
     size, flag = cache.kv_cache_memory_bytes, "--kv-cache-memory-bytes"
     if device.type == "cuda":
         peak = _peak(largest_step)
         if size is None:
-            size, flag = _left(cache.gpu_memory_utilization, peak), "--gpu-memory-utilization"
+            size, flag = _left(cache.gpu_memory_utilization, peak + reserve), "--gpu-memory-utilization"
     elif size is None:
         size = min(free_bytes(device) // 4, DEFAULT_POOL_BYTES)
     blocks = size // bytes_per_block
@@ -82,6 +83,6 @@ def _peak(largest_step: Callable[[], None]) -> int:
 
 
 def _left(utilization: float, peak: int) -> int:
-    """What ``utilization`` of the GPU's memory leaves beside what is in use now and the largest step's ``peak``."""
+    """What ``utilization`` of the GPU's memory leaves beside what is in use now and ``peak``."""
     free, total = torch.cuda.mem_get_info()
     return int(total * utilization) - (total - free) - peak

@@ -2,103 +2,203 @@
 
 from __future__ import annotations
 
+import math
+import time
+from array import array
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 from torch import Tensor
 
 from anaphora.attention.base import PagedLayers, backend_class, route
-from anaphora.config import CacheConfig, EngineConfig
-from anaphora.errors import ConfigError, StepFailed
+from anaphora.config import EngineConfig
+from anaphora.errors import StepFailed
+from anaphora.model.graphs import DecodeGraphs
 from anaphora.model.inputs import StepInputs, flatten
 from anaphora.model.loader import LoadedModel, base_of, load_model
-from anaphora.model.sampling import Sampler
+from anaphora.model.memory import choose_device, count_blocks, free_bytes, kv_cache_dtype
+from anaphora.model.sampling import Drawn, Sampler
 from anaphora.model.source import resolve
-from anaphora.types import Batch, Chunk, Join, ModelInfo, StepOutput, TokenLogprobs
+from anaphora.types import Batch, Chunk, Join, ModelInfo, SamplingParams, StepOutput, TokenLogprobs
 
 LOGIT_ROWS = 64
 """Rows of prompt log-probabilities that are projected to the vocabulary at once."""
 
-DEFAULT_POOL_BYTES = 4 * 2**30
-_KV_DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
+class Submitted:
+    """A step on its way, or one that failed before. ``drawn`` are the tokens that it chooses."""
 
-class Finished:
-    """A step that has been computed already, or has failed."""
-
-    def __init__(self, output: StepOutput | None, error: Exception | None = None) -> None:
+    def __init__(self, output: StepOutput | None, drawn: Drawn | None = None, error: Exception | None = None) -> None:
         self._output = output
+        self._drawn = drawn
         self._error = error
 
     def result(self) -> StepOutput:
-        """The output, or what made the step fail is raised."""
+        """Waits for the tokens; what made the step fail is raised."""
         if self._output is None:
             assert self._error is not None
             raise self._error
-        return self._output
+        if self._drawn is None:
+            return self._output
+        tokens, logprobs = self._drawn.read()
+        return replace(self._output, tokens=dict(zip(self._drawn.slots, tokens, strict=True)), logprobs=logprobs)
 
 
 def load(config: EngineConfig) -> ModelRunner:
     """Load ``config.model.model``, a local folder, and make the block pool. Raises ModelError and ConfigError."""
-    return ModelRunner(config, load_model(config.model))
+    device = choose_device(config.model.device)
+    if device.type == "cuda":
+        from anaphora.attention.triton import TritonAttention  # triton comes with torch for GPUs only
+
+        TritonAttention.check_block_size(config.cache.block_size)
+    return ModelRunner(config, load_model(config.model, device), device)
 
 
 class ModelRunner:
-    """Runner on the CPU. ``submit`` computes the step before it returns; a slot's state lives from Join to Join."""
+    """Runner on a CPU or a GPU. A slot's state lives from Join to Join.
 
-    lookahead = 0
+    On a CPU ``submit`` computes the step before it returns. On a GPU it sends the work there, and the next step may
+    follow before the tokens of this one are known here: they stay on the device, by slot.
+    """
 
-    def __init__(self, config: EngineConfig, loaded: LoadedModel) -> None:
+    def __init__(self, config: EngineConfig, loaded: LoadedModel, device: torch.device) -> None:
         self.warnings = loaded.warnings
+        self.lookahead = 1 if device.type == "cuda" else 0
         self._model = loaded.model
         self._base = base_of(loaded.model)
         self._arguments = loaded.arguments()
-        device = torch.device("cpu")
-        self.info = _describe(config, loaded, device)
-        kv_dtype = _kv_dtype(config.cache, loaded.dtype)
-        self._backend = backend_class(device.type)(
-            loaded.layouts, self.info.num_blocks, self.info.block_size, kv_dtype, device
-        )
-        self._layers = PagedLayers(self._backend, loaded.absorbed, loaded.tap)
+        self._device = device
+        self._block_size = config.cache.block_size
         self._sampler = Sampler(loaded.vocab_size, config.scheduler.max_num_seqs, device, config.model.seed)
         self._joins: dict[int, Join] = {}
-        self._tables: dict[int, list[int]] = {}
-        self._last: dict[int, int] = {}
+        self._tables: dict[int, array[int]] = {}
+        self._last = torch.zeros(config.scheduler.max_num_seqs, dtype=torch.int64, device=device)
+        self._sampled: set[int] = set()
+        self._graphs: DecodeGraphs | None = None
+        self._free_memory = (-math.inf, 0)
+        self._make_pool(config, loaded)
 
-    def submit(self, batch: Batch) -> Finished:
-        """Run the step. Whatever goes wrong in it is raised by ``result``."""
+    def _make_pool(self, config: EngineConfig, loaded: LoadedModel) -> None:
+        """On a GPU, first with a single block, to see what the largest step takes; then with all there is room for."""
+        kv_dtype = kv_cache_dtype(config.cache, loaded.dtype, self._device)
+        bytes_per_block = sum(layout.width for layout in loaded.layouts) * kv_dtype.itemsize * self._block_size
+        seqs, budget = config.scheduler.max_num_seqs, config.scheduler.max_num_batched_tokens
+
+        def make(blocks: int) -> None:
+            backend = backend_class(self._device.type)
+            self._backend = backend(loaded.layouts, blocks, self._block_size, kv_dtype, self._device)
+            self._layers = PagedLayers(self._backend, loaded.absorbed, loaded.tap)
+
+        def largest_step() -> None:
+            make(1)
+            self._rehearse([min(-(-budget // seqs), loaded.window)] * min(seqs, budget))
+            del self._backend, self._layers
+
+        reserve = DecodeGraphs.bytes_needed(seqs, loaded.vocab_size)
+        blocks = count_blocks(config.cache, bytes_per_block, self._device, largest_step, reserve)
+        make(blocks)
+        if self._device.type == "cuda":
+            self._rehearse([1] * min(seqs, budget))
+            self._capture(seqs, loaded)
+        self.info = _describe(config, loaded, (kv_dtype, blocks, bytes_per_block), self._device)
+
+    def _capture(self, most_rows: int, loaded: LoadedModel) -> None:
+        slower = "decode steps run without CUDA graphs, and slower"
+        if loaded.dtype != torch.bfloat16 and any(name.endswith("experts") for name, _ in self._base.named_modules()):
+            self.warnings += (f"{slower}: experts in {str(loaded.dtype).removeprefix('torch.')} cannot be captured",)
+            return
         try:
             with torch.inference_mode():
-                return Finished(self._step(batch))
+                self._graphs = DecodeGraphs(self._decode, self._backend, most_rows, loaded.vocab_size)
+        except Exception as error:  # whatever the model's code does that a graph cannot hold
+            torch.cuda.synchronize()
+            reason = str(error).partition("\n")[0]
+            self.warnings += (f"{slower}: {reason}",)
+
+    def _rehearse(self, lengths: list[int]) -> None:
+        """Run a step of sequences of these lengths over the null block alone; nothing of it stays."""
+        sampling = SamplingParams(temperature=1.0)
+        joins, chunks = [], []
+        for slot, length in enumerate(lengths):
+            tokens = (0,) * length
+            table = (0,) * -(-length // self._block_size)
+            joins.append(Join(slot, sampling, 0, tokens, length, (), table))
+            chunks.append(Chunk(slot, 0, length, tokens, length, (), True))
+        with torch.inference_mode():
+            self._step(Batch(0, tuple(joins), (), tuple(chunks)))
+        self._sampled.clear()
+
+    def submit(self, batch: Batch) -> Submitted:
+        """Run the step, or send it on its way. Whatever goes wrong in it is raised by ``result``."""
+        try:
+            with torch.inference_mode():
+                return self._step(batch)
         except Exception as error:  # the engine fails this step and goes on
-            return Finished(None, error)
+            return Submitted(None, error=error)
 
     def free_memory(self) -> int:
-        """Free bytes of the host's memory."""
-        return int(psutil.virtual_memory().available)
+        """Free bytes of the device's memory, looked up once a second."""
+        looked_up, free = self._free_memory
+        now = time.monotonic()
+        if now - looked_up > 1:
+            free = free_bytes(self._device)
+            self._free_memory = (now, free)
+        return free
 
-    def _step(self, batch: Batch) -> StepOutput:
+    def _step(self, batch: Batch) -> Submitted:
         for join in batch.joins:
             self._join(join)
         self._backend.copy_blocks(batch.copies)
         for chunk in batch.chunks:
             self._change_table(chunk)
         if not batch.chunks:
-            return StepOutput(batch.step, {})
-        inputs = flatten(batch, self._tables, self._last, self.info.block_size)
+            return Submitted(StepOutput(batch.step, {}))
+        if (submitted := self._graph_step(batch)) is not None:
+            return submitted
+        inputs = flatten(batch, self._tables, self._sampled, self._block_size, self._device)
         self._backend.plan(inputs.layout)
+        outputs = self._forward(inputs.token_ids, inputs.positions)
+        hidden = outputs.last_hidden_state
+        with self._given(outputs):
+            prompt_logprobs = self._prompt_logprobs(batch, inputs, outputs)
+            logits = None
+            if inputs.sample_slots:
+                logits = self._logits(outputs, hidden.index_select(1, inputs.sample_rows)).float()
+        return self._submitted(batch, inputs, logits, prompt_logprobs)
+
+    def _graph_step(self, batch: Batch) -> Submitted | None:
+        """The step by a graph; None if it is no decode step, or fits none."""
+        if self._graphs is None or any(chunk.token_ids is not None for chunk in batch.chunks):
+            return None
+        rows = self._graphs.rows(len(batch.chunks))
+        if rows is None:
+            return None
+        inputs = flatten(batch, self._tables, self._sampled, self._block_size, self._device, rows)
+        logits = self._graphs.run(inputs)
+        if logits is None:
+            return None
+        return self._submitted(batch, inputs, logits[: len(batch.chunks)], {})
+
+    def _forward(self, token_ids: Tensor, positions: Tensor) -> Any:
+        """The model without its head. A negative token id -1 - s stands for the one sampled last in slot s."""
+        last = self._last[(-1 - token_ids).clamp_(min=0)]
         with route(self._layers):
-            outputs = self._base(inputs.token_ids, position_ids=inputs.positions, **self._arguments)
-        return self._output(batch, inputs, outputs)
+            return self._base(torch.where(token_ids < 0, last, token_ids), position_ids=positions, **self._arguments)
+
+    def _decode(self, token_ids: Tensor, positions: Tensor) -> Tensor:
+        """Logits of every row, for the graphs."""
+        outputs = self._forward(token_ids, positions)
+        with self._given(outputs):
+            return self._logits(outputs, outputs.last_hidden_state)
 
     def _join(self, join: Join) -> None:
         self._joins[join.slot] = join
-        self._tables[join.slot] = list(join.block_table)
-        self._last.pop(join.slot, None)
+        self._tables[join.slot] = array("i", join.block_table)
+        self._sampled.discard(join.slot)
         self._sampler.join(join)
 
     def _change_table(self, chunk: Chunk) -> None:
@@ -113,24 +213,24 @@ class ModelRunner:
                     f"slot {chunk.slot}: block table entry {index} is to be set, but there are {len(table)} entries"
                 )
 
-    def _output(self, batch: Batch, inputs: StepInputs, outputs: Any) -> StepOutput:
-        hidden = outputs.last_hidden_state
-        tokens: dict[int, int] = {}
-        logprobs: dict[int, TokenLogprobs] = {}
-        with self._given(outputs):
-            prompt_logprobs = self._prompt_logprobs(batch, inputs, outputs, hidden)
-            if inputs.sample_rows:
-                logits = self._logits(outputs, hidden[:, list(inputs.sample_rows)])
-                slots = list(inputs.sample_slots)
-                chosen, logprobs = self._sampler.sample(logits, slots)
-                tokens = dict(zip(slots, chosen, strict=True))
-                self._last |= tokens
-        return StepOutput(batch.step, tokens, logprobs, prompt_logprobs, inputs.given)
+    def _submitted(
+        self,
+        batch: Batch,
+        inputs: StepInputs,
+        logits: Tensor | None,
+        prompt_logprobs: dict[int, tuple[TokenLogprobs, ...]],
+    ) -> Submitted:
+        drawn = None
+        if logits is not None:
+            drawn = self._sampler.draw(logits, inputs.sample_slots)
+            self._last.index_copy_(0, inputs.sample_slots_device, drawn.tokens)
+            self._sampled.update(inputs.sample_slots)
+        output = StepOutput(batch.step, {}, prompt_logprobs=prompt_logprobs, prompt_tokens_computed=inputs.given)
+        return Submitted(output, drawn)
 
-    def _prompt_logprobs(
-        self, batch: Batch, inputs: StepInputs, outputs: Any, hidden: Tensor
-    ) -> dict[int, tuple[TokenLogprobs, ...]]:
+    def _prompt_logprobs(self, batch: Batch, inputs: StepInputs, outputs: Any) -> dict[int, tuple[TokenLogprobs, ...]]:
         """Of the known prompt tokens after each position of the chunks that ask for them, in slices of rows."""
+        hidden = outputs.last_hidden_state
         found: dict[int, tuple[TokenLogprobs, ...]] = {}
         for chunk, query in zip(batch.chunks, inputs.layout.queries, strict=True):
             join = self._joins[chunk.slot]
@@ -142,7 +242,7 @@ class ModelRunner:
             for begin in range(0, len(nexts), LOGIT_ROWS):
                 some = list(nexts[begin : begin + LOGIT_ROWS])
                 first = query.row + begin
-                logits = self._logits(outputs, hidden[:, first : first + len(some)])
+                logits = self._logits(outputs, hidden[:, first : first + len(some)]).float()
                 entries += self._sampler.prompt_logprobs(logits, some, top)
             found[chunk.slot] = tuple(entries)
         return found
@@ -160,54 +260,30 @@ class ModelRunner:
             del self._base.forward
 
     def _logits(self, outputs: Any, hidden: Tensor) -> Tensor:
-        """``hidden`` ``[1, R, hidden]`` → ``[R, V]`` float32."""
+        """``hidden`` ``[1, R, hidden]`` → ``[R, V]``."""
         outputs.last_hidden_state = hidden
         logits: Tensor = self._model(input_ids=None, use_cache=False).logits
-        return logits[0].float()
+        return logits[0]
 
 
-def _describe(config: EngineConfig, loaded: LoadedModel, device: torch.device) -> ModelInfo:
+def _describe(
+    config: EngineConfig, loaded: LoadedModel, pool: tuple[torch.dtype, int, int], device: torch.device
+) -> ModelInfo:
+    """``pool``: its dtype, number of blocks, bytes of a block."""
     folder = Path(str(config.model.model))
-    kv_dtype = _kv_dtype(config.cache, loaded.dtype)
-    kv_name = str(kv_dtype).removeprefix("torch.")
-    block_size = config.cache.block_size
-    bytes_per_block = sum(layout.width for layout in loaded.layouts) * kv_dtype.itemsize * block_size
+    kv_dtype, num_blocks, bytes_per_block = pool
+    kv_name, dtype = (str(x).removeprefix("torch.") for x in (kv_dtype, loaded.dtype))
+    weights = "dummy" if config.model.load_format == "dummy" else resolve(str(folder)).identity
     return ModelInfo(
         name=next(iter(config.model.served_model_name), folder.name),
-        identity=f"{resolve(str(folder)).identity}:{str(loaded.dtype).removeprefix('torch.')}:kv-{kv_name}",
+        identity=f"{weights}:{dtype}:kv-{kv_name}",
         vocab_size=loaded.vocab_size,
         window=loaded.window,
-        num_blocks=_count_blocks(config.cache, bytes_per_block),
-        block_size=block_size,
+        num_blocks=num_blocks,
+        block_size=config.cache.block_size,
         bytes_per_block=bytes_per_block,
-        dtype=str(loaded.dtype).removeprefix("torch."),
+        dtype=dtype,
         kv_dtype=kv_name,
         device=str(device),
         weights_bytes=loaded.weights_bytes,
     )
-
-
-def _kv_dtype(cache: CacheConfig, model_dtype: torch.dtype) -> torch.dtype:
-    if cache.kv_cache_dtype == "auto":
-        return model_dtype
-    if cache.kv_cache_dtype not in _KV_DTYPES:
-        raise ConfigError(
-            f"--kv-cache-dtype {cache.kv_cache_dtype} is not there on a CPU; use auto, {' or '.join(_KV_DTYPES)}",
-            param="kv_cache_dtype",
-        )
-    return _KV_DTYPES[cache.kv_cache_dtype]
-
-
-def _count_blocks(cache: CacheConfig, bytes_per_block: int) -> int:
-    """Blocks of the pool, the null block included."""
-    size = cache.kv_cache_memory_bytes
-    if size is None:
-        size = min(int(psutil.virtual_memory().available) // 4, DEFAULT_POOL_BYTES)
-    blocks = size // bytes_per_block
-    if blocks < 2:
-        raise ConfigError(
-            f"a pool of {size} bytes holds no KV block: one is {bytes_per_block} bytes ({cache.block_size} tokens), "
-            f"and one more is kept for padding; --kv-cache-memory-bytes must be at least {2 * bytes_per_block}",
-            param="kv_cache_memory_bytes",
-        )
-    return blocks

@@ -21,9 +21,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from anaphora.attention.transfer import to_device
 from anaphora.errors import StepFailed
 from anaphora.types import MAX_LOGPROBS, Join, SamplingParams, TokenLogprobs
 
@@ -47,9 +49,10 @@ class _History:
     counts: Tensor
     seen: Tensor
 
-    def add(self, token: int) -> None:
-        self.counts[token] += 1
-        self.seen[token] = True
+    def add(self, token: Tensor) -> None:
+        """``token`` ``[1]`` int64."""
+        self.counts.index_add_(0, token, torch.ones_like(token, dtype=self.counts.dtype))
+        self.seen.index_fill_(0, token, True)
 
     def penalise(self, scores: Tensor, sampling: SamplingParams) -> None:
         """Repetition, frequency and presence penalty on one row ``[V]``, in place."""
@@ -112,26 +115,29 @@ class Sampler:
             row.history = self._history(join)
         self._rows[join.slot] = row
 
-    def sample(self, logits: Tensor, slots: list[int]) -> tuple[list[int], dict[int, TokenLogprobs]]:
-        """Choose one token for each row and record it.
+    def draw(self, logits: Tensor, slots: list[int]) -> Drawn:
+        """Choose one token for each row and record it, without waiting for the device.
 
-        ``logits`` is ``[R, V]`` float32, row i for ``slots[i]``, and is left as it is. Returns the R tokens and the
-        log-probabilities by slot, where asked for. Raises StepFailed, naming the slots, when the logits of a row hold
-        NaN or +inf where a token is to be chosen; nothing is recorded then.
+        ``logits`` is ``[R, V]`` float32, row i for ``slots[i]``, and is left as it is. Where the logits of a row hold
+        NaN or +inf and a token is to be chosen, ``read`` of what is returned raises; the slot must be joined again.
         """
         rows = [self._row(slot) for slot in slots]
-        tokens = self._choose(self._processed(logits, rows), rows)
-        if failed := [slot for slot, token in zip(slots, tokens, strict=True) if token < 0]:
-            raise StepFailed(f"the model's logits are not finite for slots {failed}: no token can be chosen")
-        for row, token in zip(rows, tokens, strict=True):
+        best, chosen = self._choose(self._processed(logits, rows), rows)
+        for index, row in enumerate(rows):
             row.generated += 1
             if row.history is not None:
-                row.history.add(token)
-        return tokens, self._logprobs(logits, slots, rows, tokens)
+                row.history.add(chosen[index : index + 1])
+        asked = [i for i, row in enumerate(rows) if row.sampling.logprobs is not None]
+        report = None
+        if asked:
+            index = to_device(np.array(asked), logits.device)
+            counts = [rows[i].sampling.logprobs or 0 for i in asked]
+            report = Report(logits[index], chosen[index], counts)
+        return Drawn(slots, chosen, best.isfinite(), [slots[i] for i in asked], report)
 
     def prompt_logprobs(self, logits: Tensor, next_token_ids: list[int], k: int) -> list[TokenLogprobs]:
         """Raw log-probabilities of the known next tokens: ``logits`` is ``[R, V]``, one next token a row."""
-        return _report(logits, next_token_ids, [k] * len(next_token_ids))
+        return Report(logits, torch.tensor(next_token_ids, device=logits.device), [k] * len(next_token_ids)).read()
 
     def _row(self, slot: int) -> _Row:
         row = self._rows[slot]
@@ -179,15 +185,16 @@ class Sampler:
                 row.history.penalise(line, row.sampling)
         return scores
 
-    def _choose(self, scores: Tensor, rows: list[_Row]) -> list[int]:
-        """The best token or a draw; -1 for a row whose best score is not finite. One transfer from the device."""
+    def _choose(self, scores: Tensor, rows: list[_Row]) -> tuple[Tensor, Tensor]:
+        """``[R]`` each: the best score, and the best token or a draw."""
         best, chosen = scores.max(-1)
         drawing = [i for i, row in enumerate(rows) if row.draws]
         step = max(1, _CHUNK.get(scores.device.type, _CHUNK["cuda"]) // self._vocab_size)
         for first in range(0, len(drawing), step):
             chunk = drawing[first : first + step]
-            chosen[chunk] = self._draw(torch.stack([scores[i] for i in chunk]), [rows[i] for i in chunk])
-        return torch.where(best.isfinite(), chosen, -1).tolist()
+            index = to_device(np.array(chunk), scores.device)
+            chosen[index] = self._draw(scores[index], [rows[i] for i in chunk])
+        return best, chosen
 
     def _draw(self, scores: Tensor, rows: list[_Row]) -> Tensor:
         """Temperature, min_p, top_k, top_p, noise. ``scores`` is a copy and is overwritten."""
@@ -196,22 +203,44 @@ class Sampler:
         _limit(scores, [p if p > 0 else None for p, _, _ in limits], _outside_min_p)
         _limit(scores, [k if 0 < k < self._vocab_size else None for _, k, _ in limits], _outside_top_k)
         _limit(scores, [p if p < 1 else None for _, _, p in limits], _outside_top_p)
-        words = torch.tensor([row_words(row.key, row.generated) for row in rows], dtype=torch.int32)
-        scores += gumbel_noise(words.to(scores.device), self._token_ids)
+        words = np.array([row_words(row.key, row.generated) for row in rows], np.int32)
+        scores += gumbel_noise(to_device(words, scores.device), self._token_ids)
         return scores.max(-1).indices  # several times faster than argmax on a CPU
 
-    @staticmethod
-    def _logprobs(logits: Tensor, slots: list[int], rows: list[_Row], tokens: list[int]) -> dict[int, TokenLogprobs]:
-        asked = [i for i, row in enumerate(rows) if row.sampling.logprobs is not None]
-        if not asked:
-            return {}
-        counts = [rows[i].sampling.logprobs or 0 for i in asked]
-        entries = _report(logits[asked], [tokens[i] for i in asked], counts)
-        return {slots[i]: entry for i, entry in zip(asked, entries, strict=True)}
+
+class Drawn:
+    """Tokens on their way from the device: ``tokens`` ``[R]`` int64 there, in the order of ``slots``."""
+
+    def __init__(
+        self, slots: list[int], tokens: Tensor, finite: Tensor, asked: list[int], report: Report | None
+    ) -> None:
+        self.tokens = tokens
+        self.slots = slots
+        self._asked = asked
+        self._report = report
+        self._columns = [column.to("cpu", non_blocking=True) for column in (tokens, finite)]
+        self._arrived = None
+        if tokens.device.type == "cuda":
+            self._arrived = torch.cuda.Event()
+            self._arrived.record()
+
+    def read(self) -> tuple[list[int], dict[int, TokenLogprobs]]:
+        """Wait, and return the R tokens and the log-probabilities by slot, where asked for.
+
+        Raises StepFailed, naming the slots, where the logits were not finite.
+        """
+        if self._arrived is not None:
+            self._arrived.synchronize()
+        tokens, finite = (column.tolist() for column in self._columns)
+        if not all(finite):
+            failed = [slot for slot, good in zip(self.slots, finite, strict=True) if not good]
+            raise StepFailed(f"the model's logits are not finite for slots {failed}: no token can be chosen")
+        entries = [] if self._report is None else self._report.read()
+        return tokens, dict(zip(self._asked, entries, strict=True))
 
 
 def _column(like: Tensor, values: Sequence[float]) -> Tensor:
-    return torch.tensor(values, dtype=torch.float32)[:, None].to(like.device)
+    return to_device(np.array(values, np.float32), like.device)[:, None]
 
 
 def _limit(scores: Tensor, values: list[Any], outside: Callable[[Tensor, list[Any]], Tensor]) -> None:
@@ -220,8 +249,9 @@ def _limit(scores: Tensor, values: list[Any], outside: Callable[[Tensor, list[An
     if len(index) == len(values):
         scores.masked_fill_(outside(scores, values), -torch.inf)
     elif index:
-        part = scores[index]
-        scores[index] = part.masked_fill_(outside(part, [values[i] for i in index]), -torch.inf)
+        some = to_device(np.array(index), scores.device)
+        part = scores[some]
+        scores[some] = part.masked_fill_(outside(part, [values[i] for i in index]), -torch.inf)
 
 
 def _outside_min_p(scores: Tensor, values: list[float]) -> Tensor:
@@ -232,7 +262,7 @@ def _outside_min_p(scores: Tensor, values: list[float]) -> Tensor:
 def _outside_top_k(scores: Tensor, values: list[int]) -> Tensor:
     """All but the ``top_k`` most likely tokens and those that tie with the last of them."""
     best = scores.topk(max(values), dim=-1).values
-    last = torch.tensor(values, device=scores.device)[:, None] - 1
+    last = to_device(np.array(values), scores.device)[:, None] - 1
     return scores < best.gather(-1, last)
 
 
@@ -297,18 +327,32 @@ def gumbel_noise(words: Tensor, token_ids: Tensor) -> Tensor:
     return uniform.neg_().log1p_().neg_().log_().neg_()
 
 
-def _report(logits: Tensor, token_ids: list[int], counts: list[int]) -> list[TokenLogprobs]:
-    """Log-probability, rank and the ``counts[i]`` most likely tokens for each row; equal ones in order of their ids.
+class Report:
+    """Log-probability, rank and the ``counts[i]`` most likely tokens for each row of ``logits`` ``[R, V]``.
 
     The same number of candidates is always taken, so that what is reported among ties depends on no other row.
     """
-    logprobs = logits.log_softmax(-1)
-    own = logprobs.gather(-1, torch.tensor(token_ids, device=logits.device)[:, None])
-    ranks = (logprobs > own).sum(-1) + 1
-    best = logprobs.topk(min(MAX_LOGPROBS, logprobs.shape[-1]), dim=-1)
-    columns = (own[:, 0].tolist(), ranks.tolist(), best.indices.tolist(), best.values.tolist())
-    entries = []
-    for token, count, (value, rank, ids, values) in zip(token_ids, counts, zip(*columns, strict=True), strict=True):
-        top = sorted(zip(ids, values, strict=True), key=lambda pair: (-pair[1], pair[0]))
-        entries.append(TokenLogprobs(token, value, rank, tuple(top[:count])))
-    return entries
+
+    def __init__(self, logits: Tensor, token_ids: Tensor, counts: list[int]) -> None:
+        logprobs = logits.log_softmax(-1)
+        own = logprobs.gather(-1, token_ids[:, None])
+        ranks = (logprobs > own).sum(-1) + 1
+        best = logprobs.topk(min(MAX_LOGPROBS, logprobs.shape[-1]), dim=-1)
+        columns = (token_ids, own[:, 0], ranks, best.indices, best.values)
+        self._columns = [column.to("cpu", non_blocking=True) for column in columns]
+        self._counts = counts
+        self._arrived = None
+        if logits.device.type == "cuda":
+            self._arrived = torch.cuda.Event()
+            self._arrived.record()
+
+    def read(self) -> list[TokenLogprobs]:
+        """Wait for them; equally likely tokens come in the order of their ids."""
+        if self._arrived is not None:
+            self._arrived.synchronize()
+        entries = []
+        for count, *row in zip(self._counts, *(column.tolist() for column in self._columns), strict=True):
+            token, value, rank, ids, values = row
+            top = sorted(zip(ids, values, strict=True), key=lambda pair: (-pair[1], pair[0]))
+            entries.append(TokenLogprobs(token, value, rank, tuple(top[:count])))
+        return entries

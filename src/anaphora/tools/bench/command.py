@@ -41,6 +41,7 @@ def main(options: BenchOptions) -> int:
         if name:
             Path(name).parent.mkdir(parents=True, exist_ok=True)
             Path(name).write_text(render(report), encoding="utf-8")
+            print(f"wrote {name}")
     return 1 if report.failed else 0
 
 

@@ -1,0 +1,73 @@
+"""Whole models through the GPU's kernels (interpreted where there is no GPU) give the logits of the CPU's attention."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from anaphora.attention import base, worklist
+from anaphora.types import BlockCopy, PrefixGroup
+from tests.support.checkpoints import save
+from tests.support.steps import Recorder
+
+pytest.importorskip("triton", reason="the GPU's kernels need triton")
+
+BLOCK = 16
+PROMPT = [(7 * i + 3) % 300 for i in range(43)]
+FOLLOWER = [*PROMPT[:37], *((11 * i + 5) % 300 for i in range(9))]
+SHAPES: dict[str, dict[str, Any]] = {
+    "qwen3": {"head_dim": 16},
+    "gemma2": {"head_dim": 16, "query_pre_attn_scalar": 16},
+    "gpt_oss": {"head_dim": 16},
+    "glm4_moe_lite": {},
+}
+TOLERANCE = 2e-3
+
+
+def triton_recorder(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Recorder:
+    monkeypatch.setattr(worklist, "MIN_SHARED_KEYS", 1)
+    monkeypatch.setattr(worklist, "MIN_SAVED_BYTES", 1)
+    if torch.cuda.is_available():
+        return Recorder(folder, block_size=BLOCK, blocks=20, device="cuda")
+    with monkeypatch.context() as patch:
+        patch.setitem(base._BACKENDS, "cpu", base._BACKENDS["cuda"])
+        return Recorder(folder, block_size=BLOCK, blocks=20)
+
+
+def logits(recorder: Recorder, corrupt: bool = False) -> list[torch.Tensor]:
+    """A prompt in two chunks, then one that reuses it to the middle of a block, then decode steps of both.
+
+    On a GPU the last of them are CUDA graphs: nothing else goes on with tokens that were sampled.
+    """
+    r, found = recorder, []
+    join = r.join(0, PROMPT, [1, 2, 3])
+    r.step(r.chunk(0, 0, 25), joins=[join])
+    if corrupt:
+        for pool in r.pools:
+            pool[BLOCK + 3] += 1.0
+    r.step(r.chunk(0, 25, 43))
+    found.append(r.logits[0])
+    join = r.join(1, FOLLOWER, [1, 2, 4])
+    r.step(r.chunk(1, 37, 46), r.token(0, 43, 17), joins=[join], copies=[BlockCopy(3, 4, 5)])
+    found += [r.logits[0], r.logits[1]]
+    for at in range(2):
+        r.step(r.token(0, 44 + at), r.token(1, 46 + at), groups=[PrefixGroup(0, 2, (0, 1))])
+        found += [r.logits[0], r.logits[1]]
+    return [row.float().cpu() for row in found]
+
+
+def gap(found: list[torch.Tensor], expected: list[torch.Tensor]) -> float:
+    """The largest difference of two logits, as a share of the spread of their row; NaN counts as infinite."""
+    worst = max(((a - b).abs().max() / b.std()).item() for a, b in zip(found, expected, strict=True))
+    return worst if worst == worst else float("inf")
+
+
+@pytest.mark.parametrize("family", SHAPES)
+def test_logits_of_a_shared_prefix(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = save(tmp_path, family, **SHAPES[family])
+    expected = logits(Recorder(folder, block_size=BLOCK, blocks=20))
+    assert gap(logits(triton_recorder(folder, monkeypatch)), expected) < TOLERANCE
+    assert gap(logits(triton_recorder(folder, monkeypatch), corrupt=True), expected) > TOLERANCE
