@@ -25,7 +25,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def config(folder: Path, **cache: object) -> EngineConfig:
-    return EngineConfig(ModelConfig(model=str(folder)), CacheConfig(**cache))
+    return EngineConfig(ModelConfig(model=str(folder), device="cpu"), CacheConfig(**cache))
 
 
 def test_the_pool_is_as_large_as_asked(folder: Path) -> None:
