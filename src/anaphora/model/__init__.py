@@ -2,6 +2,7 @@
 
 import os
 
-# Threads that wait for work spin for a moment only. OpenMP's default of some milliseconds makes a step several times
-# slower wherever another process wants the same cores, and the server's own processes do. Read when torch is loaded.
-os.environ.setdefault("GOMP_SPINCOUNT", "5000")
+# Threads that wait for work spin for a fraction of a millisecond. OpenMP's default of some milliseconds makes a step several
+# times slower where other processes want the same cores all the time; a short spin puts the threads to sleep between
+# any two operations. Read when torch is loaded.
+os.environ.setdefault("GOMP_SPINCOUNT", "100000")
