@@ -54,7 +54,7 @@ def sides(found: dict[str, Any]) -> Row:
 def alone() -> Row:
     """One request at a time: the time to the first token, cold and with the shared prefix cached."""
     found = bench("--workload customer-service --requests 6 --concurrency 1 --out 16 --rounds 1")
-    on = sorted(found["on"]["rounds"][0]["ttft_s"])
+    on = sorted(found["on"]["ttft_s"])
     return {"ttft_cold_s": found["off"]["ttft_p50_s"], "ttft_hit_s": statistics.median(on[:-1])}
 
 
