@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
 from anaphora.errors import ConfigError, InvalidRequest
+from anaphora.text.tokenizer import read_object
 from anaphora.types import SamplingParams
 
 _NAMES = {
@@ -43,7 +43,7 @@ def load_defaults(folder: Path, generation_config: str, tokenizer: EndTokens) ->
     generation_config.json, config.json and the tokenizer name. Raises ConfigError for a bad file or value.
     """
     own = folder / "generation_config.json"
-    chosen: dict[str, Any] = _read(own) if own.is_file() else {}
+    chosen: dict[str, Any] = read_object(own) if own.is_file() else {}
     named: dict[str, Any] = chosen
     if generation_config == "vllm":
         chosen = {}
@@ -52,13 +52,13 @@ def load_defaults(folder: Path, generation_config: str, tokenizer: EndTokens) ->
         path = path / "generation_config.json" if path.is_dir() else path
         if not path.is_file():
             raise ConfigError(f"--generation-config: there is no {path}; use auto, vllm, or a folder that holds one")
-        chosen = named = _read(path)
+        chosen = named = read_object(path)
     sampling = {ours: chosen[theirs] for theirs, ours in _NAMES.items() if chosen.get(theirs) is not None}
     try:
         SamplingParams(**sampling)
     except InvalidRequest as error:
         raise ConfigError(f"the generation config's defaults cannot be used: {error.message}") from error
-    config = _read(folder / "config.json") if (folder / "config.json").is_file() else {}
+    config = read_object(folder / "config.json") if (folder / "config.json").is_file() else {}
     text_config = config.get("text_config")
     entries = [named, config, text_config if isinstance(text_config, dict) else {}]
     ids = [token_id for entry in entries for token_id in _ids(entry.get("eos_token_id"))]
@@ -68,13 +68,3 @@ def load_defaults(folder: Path, generation_config: str, tokenizer: EndTokens) ->
 def _ids(entry: Any) -> list[int]:
     listed = entry if isinstance(entry, list) else [entry]
     return [token_id for token_id in listed if isinstance(token_id, int) and not isinstance(token_id, bool)]
-
-
-def _read(path: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{path} cannot be read: {error}") from error
-    if not isinstance(content, dict):
-        raise ConfigError(f"{path} must hold a JSON object, not {type(content).__name__}")
-    return content

@@ -61,7 +61,7 @@ class Tokenizer:
         config: dict[str, Any] = {}
         for name in _CONFIG_FILES:
             if (folder / name).is_file():
-                config |= _read_object(folder / name)
+                config |= read_object(folder / name)
         try:
             tokenizer = cls(path.read_bytes(), config)
         except ModelError:
@@ -127,7 +127,7 @@ def _template_source(folder: Path, config: dict[str, Any]) -> str | None:
         return path.read_text(encoding="utf-8")
     entry = config.get("chat_template")
     if (folder / "chat_template.json").is_file():
-        entry = _read_object(folder / "chat_template.json").get("chat_template")
+        entry = read_object(folder / "chat_template.json").get("chat_template")
     if isinstance(entry, list):
         entry = {item.get("name"): item.get("template") for item in entry if isinstance(item, dict)}.get("default")
     return entry if isinstance(entry, str) else None
@@ -142,7 +142,8 @@ def _template(source: str, special_tokens: dict[str, str], folder: Path) -> Chat
         return None
 
 
-def _read_object(path: Path) -> dict[str, Any]:
+def read_object(path: Path) -> dict[str, Any]:
+    """A JSON object from one of a model's files; ModelError where it is none."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
