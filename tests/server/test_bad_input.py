@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from anaphora.errors import InvalidRequest
 from anaphora.server.protocol import (
     REFUSED,
     Body,
@@ -15,6 +16,7 @@ from anaphora.server.protocol import (
     CompletionRequest,
     DetokenizeRequest,
     TokenizeRequest,
+    parse,
 )
 from tests.support.servers import Bench
 
@@ -329,3 +331,13 @@ async def test_an_error_of_one_prompt_ends_its_siblings(bench: Bench) -> None:
     assert response.status_code == 500
     assert not bench.engine.running
     assert len(bench.engine.aborted) == 3
+
+
+def test_a_body_of_several_kinds_is_told_by_its_required_field() -> None:
+    chat, _ = parse(b'{"messages": [{"role": "user", "content": "a"}]}', ChatRequest, CompletionRequest)
+    text, _ = parse(b'{"prompt": "a", "messages": null}', ChatRequest, CompletionRequest)
+    assert isinstance(chat, ChatRequest)
+    assert isinstance(text, CompletionRequest)
+    for body, has in ((b"{}", "none"), (b'{"prompt": "a", "messages": []}', "messages and prompt")):
+        with pytest.raises(InvalidRequest, match=f"one of messages, prompt, it has {has}"):
+            parse(body, ChatRequest, CompletionRequest)

@@ -13,7 +13,9 @@ import tempfile
 import time
 from collections.abc import AsyncGenerator, Callable
 from pathlib import Path
+from typing import Any, TypeVar
 
+import msgspec
 import zmq
 import zmq.asyncio
 
@@ -23,6 +25,8 @@ from anaphora.errors import AnaphoraError, ConfigError, EngineDead, InvalidReque
 from anaphora.types import EngineInfo, EngineStats, FinishReason, Request, SequenceUpdate, StepResult
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 TAIL_LINES = 20
 # How long the process may take to end by itself (it finishes its step), and after SIGTERM, before SIGKILL.
@@ -119,7 +123,7 @@ class EngineClient:
         self.broken_books: str | None = None
         self._sent = 0
         self._streams: dict[str, _Stream] = {}
-        self._calls: dict[int, asyncio.Future[bool]] = {}
+        self._calls: dict[int, asyncio.Future[Any]] = {}
         self._ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._last_words = asyncio.Event()
         self._child: EngineProcess | None = None
@@ -237,11 +241,11 @@ class EngineClient:
 
     async def reset_prefix_cache(self) -> bool:
         """Empty the prefix cache; False, and nothing done, while requests use blocks."""
-        return await self._call(messages.Reset())
+        return await self._call(messages.Reset(), bool)
 
     async def check(self) -> None:
         """Check the cache's books; raises CacheInvariantError where they do not balance."""
-        await self._call(messages.Check())
+        await self._call(messages.Check(), type(None))
 
     def _open(self, request: Request) -> _Stream:
         if request.id in self._streams:
@@ -251,11 +255,12 @@ class EngineClient:
         self._streams[request.id] = stream
         return stream
 
-    async def _call(self, command: messages.Reset | messages.Check) -> bool:
+    async def _call(self, command: messages.Command, answer: type[T]) -> T:
+        """Send a command that a Reply answers; its value, of type ``answer``. Raises the engine's refusal."""
         number = self._send(command)
         self._calls[number] = asyncio.get_running_loop().create_future()
         try:
-            return await self._calls[number]
+            return msgspec.convert(await self._calls[number], answer)
         finally:
             self._calls.pop(number, None)
 

@@ -7,6 +7,7 @@ channel keeps their order), so that even an answer to an unreadable message says
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import msgspec
 
@@ -88,10 +89,10 @@ class Step(_Message, frozen=True):
 
 
 class Reply(_Message, frozen=True):
-    """The answer to the client's message ``number`` (from 1)."""
+    """The answer to the client's message ``number`` (from 1). The type of ``value`` follows from that message."""
 
     number: int
-    value: bool = True
+    value: Any = None
     failure: Failure | None = None
 
 

@@ -98,16 +98,20 @@ class EngineHost:
             case messages.Reset():
                 value = self._engine.reset_prefix_cache()
                 self._report(StepResult((), self._engine.stats()))
-                self._send(messages.Reply(self._handled, value))
+                self._reply(value)
             case messages.Check():
                 self._engine.check()
-                self._send(messages.Reply(self._handled))
+                self._reply()
             case messages.Shutdown():
                 self._stopping = True
         self._rested = False
 
+    def _reply(self, value: Any = None) -> None:
+        """Answer the message that was taken last."""
+        self._send(messages.Reply(self._handled, value))
+
     def _refuse(self, error: AnaphoraError) -> None:
-        self._send(messages.Reply(self._handled, False, messages.Failure.of(error)))
+        self._send(messages.Reply(self._handled, failure=messages.Failure.of(error)))
 
     def _report(self, result: StepResult) -> None:
         self._send(messages.Step(self._handled, result))

@@ -49,11 +49,11 @@ Handler = Callable[[Service, Call], Awaitable[Any]]
 
 
 class Post:
-    """A route that takes a JSON body of ``kind`` and stops its work when the client leaves."""
+    """A route that takes a JSON body of one of ``kinds`` and stops its work when the client leaves."""
 
-    def __init__(self, service: Service, kind: type[Body], handler: Handler) -> None:
+    def __init__(self, service: Service, kinds: type[Body] | tuple[type[Body], ...], handler: Handler) -> None:
         self._service = service
-        self._kind = kind
+        self._kinds = kinds if isinstance(kinds, tuple) else (kinds,)
         self._handler = handler
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -80,7 +80,7 @@ class Post:
     async def _answer(self, body: bytes, header_id: str | None, scope: Scope, send: Send) -> None:
         arrival = time.monotonic()
         try:
-            request, plain = await self._service.in_thread(parse, body, self._kind)
+            request, plain = await self._service.in_thread(parse, body, *self._kinds)
             self._service.model_name(request.model)
             client_id = getattr(request, "request_id", None) or header_id
             call = Call(request, plain, scope["path"], arrival, client_id)

@@ -269,8 +269,11 @@ _WITHOUT_EFFECT = {
 }
 
 
-def parse(body: bytes, kind: type[T]) -> tuple[T, dict[str, Any]]:
-    """The checked request and the body as plain values; InvalidRequest names the field that is wrong."""
+def parse(body: bytes, *kinds: type[T]) -> tuple[T, dict[str, Any]]:
+    """The checked request and the body as plain values; InvalidRequest names the field that is wrong.
+
+    Of several kinds it is the one whose required field is there: ``messages``, ``prompt`` and so on.
+    """
     try:
         plain = msgspec.json.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
@@ -278,6 +281,7 @@ def parse(body: bytes, kind: type[T]) -> tuple[T, dict[str, Any]]:
         raise InvalidRequest(f"the body is no valid JSON: {error}") from None
     if not isinstance(plain, dict):
         raise InvalidRequest("the body must be a JSON object")
+    kind = _kind(plain, kinds)
     for name in plain.keys() & REFUSED.keys():
         allowed, why = REFUSED[name]
         if plain[name] is not None and plain[name] not in allowed:
@@ -292,6 +296,16 @@ def parse(body: bytes, kind: type[T]) -> tuple[T, dict[str, Any]]:
         if unknown := sorted(plain.keys() - known):
             logger.debug("ignored unknown fields: %.200s", ", ".join(map(repr, unknown)))
     return request, plain
+
+
+def _kind(plain: dict[str, Any], kinds: tuple[type[T], ...]) -> type[T]:
+    if len(kinds) == 1:
+        return kinds[0]
+    marks = {field.name: kind for kind in kinds for field in msgspec.structs.fields(kind) if field.required}
+    given = [name for name in marks if plain.get(name) is not None]
+    if len(given) != 1:
+        raise InvalidRequest(f"the body must hold one of {', '.join(marks)}, it has {' and '.join(given) or 'none'}")
+    return marks[given[0]]
 
 
 def _explain(error: msgspec.ValidationError) -> InvalidRequest:
