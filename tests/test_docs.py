@@ -14,6 +14,7 @@ from prometheus_client import CollectorRegistry
 from anaphora import cli
 from anaphora.cache.events import Reason
 from anaphora.observe.metrics import Metrics
+from anaphora.observe.record import RequestRecord
 from anaphora.server.routes import routes
 from anaphora.tools.bench.options import WORKLOADS
 from anaphora.types import EngineInfo, ModelInfo
@@ -96,6 +97,11 @@ def test_no_page_names_a_flag_that_is_not_there() -> None:
     for page in PAGES:
         text = re.sub(r"^pip .*$", "", page.read_text("utf-8"), flags=re.MULTILINE)  # pip has flags of its own
     assert set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", text)) <= known, page.name
+
+
+def test_the_fields_of_the_request_log() -> None:
+    documented = [code for row in table(section("record.md", "The fields")) for code in codes(row[0])]
+    assert documented == list(RequestRecord.__struct_fields__)
 
 
 def test_the_miss_reasons_and_the_workloads() -> None:

@@ -1,12 +1,14 @@
 from __future__ import annotations
 
+import functools
+import json
 import threading
 from pathlib import Path
 
 import pytest
 
 from anaphora.errors import ConfigError
-from anaphora.observe.record import RecordWriter, RequestRecord, read, salt_digest
+from anaphora.observe.record import Complete, RecordWriter, RequestRecord, add_block_hashes, read, salt_digest
 from anaphora.types import Request, SamplingParams
 
 
@@ -14,14 +16,14 @@ def record(number: int = 0, **fields: object) -> RequestRecord:
     return RequestRecord(time=1.5, id=f"r{number}", model="m", prompt_tokens=10, block_size=4, **fields)  # type: ignore[arg-type]
 
 
-def request(*tokens: int, salt: str | None = None) -> Request:
-    return Request("r", tokens, SamplingParams(), 0.0, cache_salt=salt)
+def hashes(*tokens: int, salt: str | None = None) -> Complete:
+    return functools.partial(add_block_hashes, "model", Request("r", tokens, SamplingParams(), 0.0, cache_salt=salt))
 
 
 def write(path: Path, records: list[RequestRecord], **options: int) -> RecordWriter:
-    writer = RecordWriter(path, "model", **options)
+    writer = RecordWriter(path, **options)
     for one in records:
-        writer.write(one, request(1))
+        writer.write(one, hashes(1))
     writer.close()
     return writer
 
@@ -36,8 +38,8 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
 
 def test_shared_beginnings_have_shared_hashes(tmp_path: Path) -> None:
     path = tmp_path / "log.jsonl"
-    writer = RecordWriter(path, "model")
-    prompts = [request(*range(10)), request(*range(8), 50, 51, 52, 53), request(*range(10), salt="tenant")]
+    writer = RecordWriter(path)
+    prompts = [hashes(*range(10)), hashes(*range(8), 50, 51, 52, 53), hashes(*range(10), salt="tenant")]
     for prompt in prompts:
         writer.write(record(), prompt)
     writer.close()
@@ -65,7 +67,7 @@ def test_an_absent_log_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"absent\.jsonl"):
         next(read(tmp_path / "absent.jsonl"))
     with pytest.raises(ConfigError, match="--record"):
-        RecordWriter(tmp_path / "absent" / "log.jsonl", "model")
+        RecordWriter(tmp_path / "absent" / "log.jsonl")
 
 
 def test_rotation_keeps_whole_lines_and_a_few_files(tmp_path: Path) -> None:
@@ -84,13 +86,44 @@ def test_a_slow_disk_drops_and_counts_but_never_blocks(
 ) -> None:
     release = threading.Event()
     monkeypatch.setattr(RecordWriter, "_append", lambda self, line: release.wait(30))
-    writer = RecordWriter(tmp_path / "log.jsonl", "model", queue_lines=4)
+    writer = RecordWriter(tmp_path / "log.jsonl", queue_lines=4)
     for number in range(50):
-        writer.write(record(number), request(1))
+        writer.write(record(number), hashes(1))
     assert writer.dropped >= 50 - 4 - 1
     release.set()
     writer.close()
     assert caplog.text.count("records are being dropped") == 1
+
+
+def test_large_records_wait_for_the_disk_only_up_to_a_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    release = threading.Event()
+    monkeypatch.setattr(RecordWriter, "_append", lambda self, line: release.wait(30))
+    writer = RecordWriter(tmp_path / "log.jsonl", queue_bytes=1000)
+    for _ in range(10):
+        writer.write(record(), size=400)
+    assert writer.dropped == 8
+    release.set()
+    writer.close()
+    assert writer.written == 2
+
+
+def test_a_record_that_cannot_be_completed_is_dropped_alone(tmp_path: Path) -> None:
+    def fail(_: RequestRecord) -> None:
+        raise ValueError("no JSON")
+
+    writer = RecordWriter(tmp_path / "log.jsonl")
+    for complete in (None, fail, None):
+        writer.write(record(), complete)
+    writer.close()
+    assert (writer.written, writer.dropped) == (2, 1)
+
+
+def test_no_cached_token_is_written_and_unknown_is_not(tmp_path: Path) -> None:
+    path = tmp_path / "log.jsonl"
+    write(path, [record(cached_tokens=0), record()])
+    none, unknown = (json.loads(line) for line in path.read_text().splitlines())
+    assert none["cached_tokens"] == 0
+    assert "cached_tokens" not in unknown
 
 
 def test_a_full_disk_is_survived(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -106,7 +139,7 @@ def test_a_full_disk_is_survived(tmp_path: Path, caplog: pytest.LogCaptureFixtur
 def test_a_line_that_was_cut_off_is_taken_back(tmp_path: Path) -> None:
     path = tmp_path / "log.jsonl"
     write(path, [record(1)])
-    writer = RecordWriter(path, "model")
+    writer = RecordWriter(path)
     real = writer._file
 
     class Short:
@@ -119,7 +152,7 @@ def test_a_line_that_was_cut_off_is_taken_back(tmp_path: Path) -> None:
             return getattr(real, name)
 
     writer._file = Short()  # type: ignore[assignment]
-    writer.write(record(2), request(1))
+    writer.write(record(2), hashes(1))
     writer.close()
     assert writer.dropped == 1
     assert [one.id for one in read(path)] == ["r1"]

@@ -28,7 +28,7 @@ def describe_pool(info: EngineInfo) -> str:
 
 def describe_request(record: RequestRecord) -> str:
     """One line: what was reused and why not more, where the time went, how it ended."""
-    cached = f"{record.cached_tokens} cached"
+    cached = f"{record.cached_tokens or 0} cached"
     if record.reason and record.reason != "hit":
         cached += f" ({record.reason}{': ' + record.detail if record.detail else ''})"
     first = "no token" if record.ttft_s is None else f"first token {record.ttft_s:.3f} s"

@@ -277,7 +277,8 @@ class Metrics:
         times["vllm:request_prefill_time_seconds"].observe(record.prefill_s)
         times["vllm:request_decode_time_seconds"].observe(decode)
         times["vllm:request_inference_time_seconds"].observe(record.prefill_s + decode)
-        counts["vllm:request_prefill_kv_computed_tokens"].observe(record.prompt_tokens - record.cached_tokens)
+        computed = record.prompt_tokens - (record.cached_tokens or 0)
+        counts["vllm:request_prefill_kv_computed_tokens"].observe(computed)
         if longest > 1:
             self._tpot.observe(decode / (longest - 1))
         if record.waited:

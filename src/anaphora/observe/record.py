@@ -8,7 +8,7 @@ import logging
 import os
 import queue
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,29 +21,33 @@ from anaphora.types import Request
 logger = logging.getLogger("anaphora.record")
 
 QUEUE_LINES = 8192
+QUEUE_BYTES = 256 * 2**20
 ROTATE_BYTES = 256 * 2**20
 KEEP_FILES = 4
 
 
 class RequestRecord(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """One prompt and its answer. Times in seconds, lengths in tokens.
+    """One prompt and its answer. Times in seconds, lengths in tokens; a field that is absent in the log is not known.
 
     ``time`` is the Unix time of arrival. ``output_tokens`` sums the ``n`` choices. ``cached_tokens``, ``reason``,
-    ``detail``, ``position`` and ``waited`` are the engine's CacheReport, absent where the prompt was never scheduled.
+    ``detail``, ``position`` and ``waited`` are the engine's CacheReport, absent where the prompt was never scheduled;
+    of these only ``cached_tokens`` comes from another server, absent where it does not tell (0 is always written).
     ``ttft_s`` runs from arrival to the first token, ``prefill_s`` from the first scheduled chunk to it. ``salt`` is a
     digest of the cache salt. ``block_hashes`` are the engine's chained hashes of the prompt's full blocks, of each the
-    first 8 bytes in hex: two prompts share as much as their lists do.
+    first 8 bytes in hex: two prompts share as much as their lists do. ``status`` is that of the HTTP answer, ``error``
+    why there was no good one. docs/record.md tells it for people.
     """
 
     time: float
     id: str
     model: str
-    prompt_tokens: int
-    block_size: int
+    prompt_tokens: int = 0
+    block_size: int = 0
     output_tokens: int = 0
     n: int = 1
     route: str = ""
-    cached_tokens: int = 0
+    stream: bool = False
+    cached_tokens: int | None = None
     reason: str = ""
     detail: str = ""
     position: int = 0
@@ -54,6 +58,8 @@ class RequestRecord(msgspec.Struct, kw_only=True, omit_defaults=True):
     ttft_s: float | None = None
     total_s: float = 0.0
     finish: str = ""
+    status: int = 200
+    error: str = ""
     salt: str = ""
     block_hashes: list[str] = []
     body: dict[str, Any] | None = None
@@ -80,12 +86,24 @@ def read(path: str | Path) -> Iterator[RequestRecord]:
         raise ConfigError(f"cannot read the log {path}: {error.strerror}") from None
 
 
-def open_log(path: Path) -> io.FileIO:
-    """Open a log to append to it. ConfigError where that cannot be."""
+def open_log(path: Path, flag: str = "--record") -> io.FileIO:
+    """Open a log to append to it. ConfigError, which names the flag, where that cannot be."""
     try:
         return open(path, "ab", buffering=0)
     except OSError as error:
-        raise ConfigError(f"--record cannot write {path}: {error.strerror}") from None
+        raise ConfigError(f"{flag} cannot write {path}: {error.strerror}") from None
+
+
+def add_block_hashes(identity: str, request: Request, record: RequestRecord) -> None:
+    """Fill in the hashes of a request's full blocks; ``identity`` is the model's, the root of the chain."""
+    hashes: list[BlockHash] = []
+    root = root_hash(identity, request.cache_salt)
+    extend_chain(hashes, root, pack(request.prompt_token_ids), record.block_size)
+    record.block_hashes = [block_hash[:8].hex() for block_hash in hashes]
+
+
+Complete = Callable[[RequestRecord], None]
+"""Fills in the fields of a record that take long; runs in the writer's thread."""
 
 
 class RecordWriter:
@@ -93,28 +111,42 @@ class RecordWriter:
 
     A full queue or a failed write (a full disk) drops records and counts them in ``dropped``; the first drop in a row
     is logged. Beyond ``rotate_bytes`` the file becomes ``FILE.1``, the former ``FILE.1`` ``FILE.2`` and so on, up to
-    ``KEEP_FILES``. ``identity`` is the model's, the root of its block hashes.
+    ``KEEP_FILES``.
     """
 
     def __init__(
-        self, path: str | Path, identity: str, *, rotate_bytes: int = ROTATE_BYTES, queue_lines: int = QUEUE_LINES
+        self,
+        path: str | Path,
+        *,
+        flag: str = "--record",
+        rotate_bytes: int = ROTATE_BYTES,
+        queue_lines: int = QUEUE_LINES,
+        queue_bytes: int = QUEUE_BYTES,
     ) -> None:
         self.path = Path(path)
+        self.written = 0
         self.dropped = 0
-        self._identity = identity
         self._rotate_bytes = rotate_bytes
-        self._queue: queue.Queue[tuple[RequestRecord, Request] | None] = queue.Queue(queue_lines)
+        self._queue: queue.Queue[tuple[RequestRecord, Complete | None, int] | None] = queue.Queue(queue_lines)
+        self._room = queue_bytes
+        self._lock = threading.Lock()
         self._encoder = msgspec.json.Encoder()
         self._failing = False
-        self._file = open_log(self.path)
+        self._file = open_log(self.path, flag)
         self._thread = threading.Thread(target=self._run, name="record", daemon=True)
         self._thread.start()
 
-    def write(self, record: RequestRecord, request: Request) -> None:
-        """Queue a record; the block hashes of ``request`` are added by the writer's thread."""
+    def write(self, record: RequestRecord, complete: Complete | None = None, size: int = 0) -> None:
+        """Queue a record. ``size`` is about how many bytes it and what ``complete`` holds keep in memory until then."""
+        with self._lock:
+            fits = size <= self._room
+            self._room -= size if fits else 0
         try:
-            self._queue.put_nowait((record, request))
+            if not fits:
+                raise queue.Full
+            self._queue.put_nowait((record, complete, size))
         except queue.Full:
+            self._give_back(size if fits else 0)
             self._drop("the writer is too slow")
 
     def close(self, timeout: float = 5.0) -> None:
@@ -127,21 +159,22 @@ class RecordWriter:
 
     def _run(self) -> None:
         while (item := self._queue.get()) is not None:
-            record, request = item
+            record, complete, size = item
             try:
-                record.block_hashes = self._block_hashes(request, record.block_size)
+                if complete is not None:
+                    complete(record)
                 self._append(self._encoder.encode(record) + b"\n")
-            except (ConfigError, OSError, TypeError, ValueError) as error:
+            except (ConfigError, OSError, TypeError, ValueError, RecursionError) as error:
                 self._drop(str(error))
             else:
+                self.written += 1
                 self._failing = False
+            self._give_back(size)
         self._file.close()
 
-    def _block_hashes(self, request: Request, block_size: int) -> list[str]:
-        hashes: list[BlockHash] = []
-        root = root_hash(self._identity, request.cache_salt)
-        extend_chain(hashes, root, pack(request.prompt_token_ids), block_size)
-        return [block_hash[:8].hex() for block_hash in hashes]
+    def _give_back(self, size: int) -> None:
+        with self._lock:
+            self._room += size
 
     def _append(self, line: bytes) -> None:
         """One whole line or nothing: what a full disk cut off is taken back, so that the log stays readable."""

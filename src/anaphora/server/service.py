@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import functools
 import logging
 import time
 import uuid
@@ -16,7 +17,7 @@ from anaphora.config import ServerConfig
 from anaphora.errors import NotFound
 from anaphora.observe.log import HitRates, LoadLog, describe_request
 from anaphora.observe.metrics import Metrics
-from anaphora.observe.record import RecordWriter, RequestRecord
+from anaphora.observe.record import RecordWriter, RequestRecord, add_block_hashes
 from anaphora.server import prompts
 from anaphora.server.answers import Answer, Engine, merge
 from anaphora.server.protocol import ChatRequest, CompletionRequest, sampling_params
@@ -29,6 +30,9 @@ from anaphora.types import EngineInfo, EngineStats, Request, StepResult
 logger = logging.getLogger("anaphora.server")
 
 R = TypeVar("R")
+
+HELD_BYTES = 64
+"""About what a prompt token keeps in memory until its record is written: its id, and its text where bodies are."""
 
 WORKERS = 4
 """Threads that parse, render and encode: the tokenizer releases the interpreter lock, so a few are of use."""
@@ -92,7 +96,7 @@ class Service:
         self.started = int(time.time())
         self.in_flight = 0
         self.metrics = Metrics(engine.info, self.names[0], cache_config)
-        self.recorder = RecordWriter(config.record, engine.info.model.identity) if config.record else None
+        self.recorder = RecordWriter(config.record) if config.record else None
         if self.recorder is not None:
             recorder = self.recorder
             self.metrics.count_dropped(lambda: recorder.dropped)
@@ -153,6 +157,7 @@ class Service:
         about: dict[str, Any] = {
             "model": self.names[0],
             "route": call.route,
+            "stream": bool(call.request.stream),
             "block_size": self.info.model.block_size,
             "body": self._recorded_body(call.plain),
         }
@@ -208,7 +213,8 @@ class Service:
         self.metrics.request(record, max_tokens=request.sampling.max_tokens or 0, longest=longest)
         logger.info("%s", describe_request(record))
         if self.recorder is not None:
-            self.recorder.write(record, request)
+            hashes = functools.partial(add_block_hashes, self.info.model.identity, request)
+            self.recorder.write(record, hashes, size=record.prompt_tokens * HELD_BYTES)
 
 
 def public_id(call: Call, kind: str) -> str:
