@@ -45,7 +45,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     | {"httpx", "rich", "jinja2", "msgspec", "prometheus_client"},
     "anaphora.tools.demo": BASE | {"anaphora.tools.bench", "httpx", "rich"},
     "anaphora.tools.doctor": BASE
-    | {"anaphora.cache", "anaphora.text", "anaphora.observe.record", "anaphora.server.protocol"}
+    | {"anaphora.cache", "anaphora.text", "anaphora.observe", "anaphora.server.protocol"}
     | {"httpx", "rich", "jinja2", "msgspec"},
     "anaphora.vllm_flags": BASE,
     "anaphora.cli": BASE | {"anaphora"},

@@ -7,6 +7,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import Field, dataclass, field, fields
 from typing import Any, TypeVar
+from urllib.parse import urlsplit
 
 from anaphora.errors import ConfigError
 
@@ -30,6 +31,18 @@ def parse_count(text: str) -> int:
     if not match:
         raise ConfigError(f"{text!r} is no number of tokens: write a whole number, 32k (32,000) or 32K (32,768)")
     return round(float(match[1]) * _UNITS[match[2]])
+
+
+def parse_server_url(text: str) -> str:
+    """A server's address without the API's ``/v1`` and without a slash at its end. ConfigError where it is none."""
+    try:
+        parts = urlsplit(text if "//" in text else f"http://{text}")
+        good = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:
+        good = False
+    if not good or parts.query or parts.fragment:
+        raise ConfigError(f"{text!r} is no server address: write something like http://127.0.0.1:8000")
+    return f"{parts.scheme}://{parts.netloc}{parts.path}".rstrip("/").removesuffix("/v1")
 
 
 def option(default: Any, help: str, **more: Any) -> Any:

@@ -11,7 +11,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
 from anaphora.errors import ConfigError
-from anaphora.tools.doctor import fix, heads, template, terminal
+from anaphora.tools.doctor import fix, heads, live_command, template, terminal
 from anaphora.tools.doctor.diagnose import Diagnosis, diagnose
 from anaphora.tools.doctor.load import Log, load, load_model
 from anaphora.tools.doctor.options import DoctorOptions, ExplainOptions
@@ -23,10 +23,12 @@ _STYLES = {"good": "green", "breaks": "bold red", "note": "yellow"}
 
 
 def main(options: DoctorOptions) -> int:
-    """Examine, print, write the files. 1 where the hit rate is below ``min_hit_rate``."""
+    """Examine, print, write the files. 1 where the hit rate is below ``min_hit_rate``, 2 where a server went away."""
     for name in (options.json, options.html, options.fix):
         if name and Path(name).is_dir():
             raise ConfigError(f"{name} is a folder: name a file")
+    if options.is_server:
+        return _server(options)
     if options.template is not None:
         return _template(options.template, options.json)
     prices = read_prices(options.prices) if options.prices else {}
@@ -46,6 +48,13 @@ def main(options: DoctorOptions) -> int:
         _write(options.json, msgspec.json.format(msgspec.json.encode(data), indent=2).decode() + "\n")
     low = options.min_hit_rate is not None and data["hit_rate"] < options.min_hit_rate
     return 1 if low else 0
+
+
+def _server(options: DoctorOptions) -> int:
+    data, code = live_command.examine(options)
+    if options.json:
+        _write(options.json, msgspec.json.format(msgspec.json.encode(data), indent=2).decode() + "\n")
+    return code
 
 
 def explain(options: ExplainOptions) -> int:

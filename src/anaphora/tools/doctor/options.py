@@ -10,7 +10,12 @@ from anaphora.errors import ConfigError
 
 @dataclass(frozen=True)
 class DoctorOptions:
-    log: str | None = option(None, "log of requests (JSONL, a trace, gzip too); - is standard input", positional=True)
+    log: str | None = option(
+        None,
+        "log of requests (JSONL, a trace, gzip too), - for standard input, or the address of a running server "
+        "(http://HOST:8000)",
+        positional=True,
+    )
     model: str | None = option(None, "model folder whose tokenizer and template read the log", metavar="FOLDER")
     chat_template: str | None = option(None, "file with the chat template to use", metavar="FILE")
     block_size: int = option(1, "tokens that are reused as a whole (vLLM: 16; Anaphora: 1, exact to the token)")
@@ -32,7 +37,16 @@ class DoctorOptions:
     html: str | None = option(None, "write a page to this file", metavar="FILE")
     min_hit_rate: float | None = option(None, "exit with 1 where the hit rate is lower", metavar="0..1")
 
+    sample: float = option(30.0, "with a server: seconds for which it is watched", metavar="SECONDS")
+    api_key: str | None = option(None, "with a server: bearer token", metavar="KEY")
+
+    @property
+    def is_server(self) -> bool:
+        return self.log is not None and self.log.startswith(("http://", "https://"))
+
     def __post_init__(self) -> None:
+        if self.is_server:
+            self._check_server()
         if self.log is None and self.template is None:
             raise ConfigError("name a log (- for standard input), or a template by --template")
         if self.block_size < 1:
@@ -43,6 +57,15 @@ class DoctorOptions:
                 raise ConfigError(f"--{name.replace('_', '-')} must be a number above 0, got {value}")
         if self.min_hit_rate is not None and not 0 <= self.min_hit_rate <= 1:
             raise ConfigError(f"--min-hit-rate must be a share from 0 to 1, got {self.min_hit_rate}")
+
+    def _check_server(self) -> None:
+        for_logs = ("model", "chat_template", "cache_tokens", "heads", "fix", "template", "prices", "per_day", "html")
+        for name in for_logs:
+            if getattr(self, name):
+                flag = "--" + name.replace("_", "-")
+                raise ConfigError(f"{flag} needs a log, and {self.log} is a server: record one with anaphora record")
+        if not 0 <= self.sample <= 86400:
+            raise ConfigError(f"--sample must be 0 to 86400 seconds, got {self.sample}")
 
 
 @dataclass(frozen=True)
