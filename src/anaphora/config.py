@@ -113,7 +113,11 @@ class CacheConfig:
         parse=parse_bytes,
         metavar="SIZE",
     )
-    kv_cache_dtype: str = option("auto", "of the cached keys and values", metavar="auto|bfloat16|float32")
+    kv_cache_dtype: str = option(
+        "auto",
+        "of the cached keys and values; fp8 (e4m3, with a scale for each token and head) needs a GPU",
+        metavar="auto|bfloat16|float16|float32|fp8",
+    )
 
     def __post_init__(self) -> None:
         if not 1 <= self.block_size <= 1024:

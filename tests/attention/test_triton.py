@@ -9,10 +9,10 @@ import torch
 
 from anaphora.attention import fixed as fixed_module
 from anaphora.attention import worklist
-from anaphora.attention.base import KVLayout, LayerOptions, StepLayout, backend_class
+from anaphora.attention.base import FLOAT8, KVLayout, LayerOptions, StepLayout, backend_class
 from anaphora.errors import ConfigError
 from anaphora.types import BlockCopy, PrefixGroup
-from tests.support.attention import Known, Shape, Step, error, make_step, run
+from tests.support.attention import Known, Shape, Step, error, make_step, read_row, round_to_float8, run, token_row
 
 pytest.importorskip("triton", reason="the GPU's kernels need triton")
 
@@ -35,6 +35,7 @@ def _always_share(monkeypatch: pytest.MonkeyPatch) -> None:
     """Sharing pays from two rows on, so that small steps show it."""
     monkeypatch.setattr(worklist, "MIN_SHARED_KEYS", 1)
     monkeypatch.setattr(worklist, "MIN_SAVED_BYTES", 1)
+    round_to_float8(monkeypatch)
 
 
 @pytest.fixture(params=DTYPES, ids=lambda dtype: str(dtype).removeprefix("torch."))
@@ -189,3 +190,71 @@ def test_other_block_sizes_are_refused_by_name(block_size: int) -> None:
 def test_odd_head_sizes_are_refused() -> None:
     with pytest.raises(ConfigError, match="layer 1 has keys of 1024"):
         backend_class("cuda")([KVLayout(1, 64, 64), KVLayout(1, 1024, 64)], 4, 16, torch.float32, DEVICE)
+
+
+# --- Keys and values in float8 ----------------------------------------------------------------------------------------
+
+COMPUTED = torch.bfloat16 if ON_GPU else torch.float32
+
+
+def attend_float8(step: Step, groups: tuple[PrefixGroup, ...] = ()) -> torch.Tensor:
+    """Through a pool in float8; the step's keys and values become what the pool gives back."""
+    step, layout = rounded(step, COMPUTED), step.shape.layout
+    blocks = 2 + max(max(table) for table in step.tables)
+    backend = backend_class("cuda")([layout], blocks, step.shape.block_size, FLOAT8, DEVICE)
+    out = run(step, backend, backend.pools[0], COMPUTED, groups)
+    for index, keys in enumerate(step.keys):
+        rows = [read_row(backend.pools[0][step.slot(index, at)], layout) for at in range(keys.shape[1])]
+        step.keys[index], step.values[index] = (torch.stack(x, 1) for x in zip(*rows, strict=True))
+    return out
+
+
+FLOAT8_CASES = {
+    "head 128": (Shape(KVLayout(2, 128, 128), 4), LayerOptions(128**-0.5)),
+    "head 80": (Shape(KVLayout(2, 80, 80), 4), LayerOptions(80**-0.5)),
+    "three heads": (Shape(KVLayout(3, 64, 64), 6), LayerOptions(0.125, softcap=2.0)),
+    "window": (Shape(KVLayout(1, 64, 32), 4), LayerOptions(0.125, window=17)),
+    "latents": (Shape(KVLayout(1, 72, 64, latent=True), 20), LayerOptions(72**-0.5)),
+}
+
+
+@pytest.mark.parametrize("case", FLOAT8_CASES)
+def test_float8_is_exact_but_for_the_rounding_of_each_vector(case: str) -> None:
+    for groups in ((), (PrefixGroup(0, 2, (0, 3)),)):
+        step = make_step(FLOAT8_CASES[case][0], MIXED, FLOAT8_CASES[case][1])
+        before = [keys.clone() for keys in step.keys]
+        out = attend_float8(step, groups)
+        assert error(out, step.expected()) < TOLERANCE[COMPUTED]
+        for index, needles in enumerate(step.needles):
+            for position in needles:
+                faulty = step.expected(dropped=(index, position))
+                if not torch.equal(faulty, step.expected()):
+                    assert error(out, faulty) > TOLERANCE[COMPUTED], f"sequence {index}, position {position}"
+        assert all(0 < error(new, old) < 0.5 for old, new in zip(before, step.keys, strict=True))
+
+
+def test_each_vector_is_written_over_its_own_largest_element() -> None:
+    layout = KVLayout(3, 24, 16)
+    backend = backend_class("cuda")([layout], 3, 16, FLOAT8, DEVICE)
+    keys, values = torch.randn(3, 5, 24), torch.randn(3, 5, 16)
+    keys[1, 2] *= 1000
+    values[2, 3] = 0.0
+    slots = torch.tensor([3, 17, 20, 33, 40], device=DEVICE)
+    backend._write(layout, backend.pools[0], slots, keys.to(DEVICE), values.to(DEVICE))
+    for at, slot in enumerate(slots):
+        row = backend.pools[0][slot].cpu()
+        wanted = token_row([keys[:, at], values[:, at]], backend.pools[0]).cpu()
+        assert torch.equal(row[: layout.width + 4 * 6], wanted[: layout.width + 4 * 6])
+    assert error(read_row(backend.pools[0][33], layout)[1][:2], values[:2, 3].double()) < 0.3
+
+
+def test_float8_blocks_are_copied_with_their_scales() -> None:
+    layout = KVLayout(1, 16, 16)
+    backend = backend_class("cuda")([layout], 6, 16, FLOAT8, DEVICE)
+    pool = backend.pools[0]
+    assert pool.shape == (6 * 16, layout.token_bytes(FLOAT8)) == (96, 48)
+    pool.copy_(torch.randint(0, 256, pool.shape, dtype=torch.uint8))
+    before = pool.clone()
+    backend.copy_blocks([BlockCopy(1, 4, 5)])
+    assert torch.equal(pool[64:69], before[16:21])
+    assert torch.equal(pool[69:], before[69:])

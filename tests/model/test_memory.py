@@ -45,6 +45,18 @@ def test_a_gpu_also_has_a_pool_in_float16() -> None:
         kv_cache_dtype(cache, torch.bfloat16, CPU)
 
 
+def test_float8_needs_a_gpu_that_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    cache, gpu = CacheConfig(kv_cache_dtype="fp8"), torch.device("cuda")
+    with pytest.raises(ConfigError, match=r"--kv-cache-dtype fp8 is not there on a CPU; use auto, bfloat16 or float32"):
+        kv_cache_dtype(cache, torch.bfloat16, CPU)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "A10")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 6))
+    with pytest.raises(ConfigError, match=r"capability 8\.9 or later; this one \(A10\) has 8\.6"):
+        kv_cache_dtype(cache, torch.bfloat16, gpu)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    assert kv_cache_dtype(cache, torch.bfloat16, gpu) is torch.float8_e4m3fn
+
+
 @needs_gpu
 def test_the_pool_takes_what_utilization_leaves(tmp_path: Path) -> None:
     folder = save(tmp_path, "qwen3", head_dim=16)

@@ -9,7 +9,9 @@ import pytest
 import torch
 
 from anaphora.attention import base, worklist
+from anaphora.model import memory
 from anaphora.types import BlockCopy, PrefixGroup
+from tests.support.attention import round_to_float8
 from tests.support.checkpoints import save
 from tests.support.steps import Recorder
 
@@ -25,16 +27,20 @@ SHAPES: dict[str, dict[str, Any]] = {
     "glm4_moe_lite": {},
 }
 TOLERANCE = 2e-3
+FLOAT8_GAP = 1.0
 
 
-def triton_recorder(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Recorder:
+def triton_recorder(folder: Path, monkeypatch: pytest.MonkeyPatch, kv_dtype: str = "auto") -> Recorder:
     monkeypatch.setattr(worklist, "MIN_SHARED_KEYS", 1)
     monkeypatch.setattr(worklist, "MIN_SAVED_BYTES", 1)
+    round_to_float8(monkeypatch)
     if torch.cuda.is_available():
-        return Recorder(folder, block_size=BLOCK, blocks=20, device="cuda")
+        return Recorder(folder, block_size=BLOCK, blocks=20, kv_dtype=kv_dtype, device="cuda")
     with monkeypatch.context() as patch:
         patch.setitem(base._BACKENDS, "cpu", base._BACKENDS["cuda"])
-        return Recorder(folder, block_size=BLOCK, blocks=20)
+        patch.setattr(memory, "_GPU_ONLY", ())
+        patch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+        return Recorder(folder, block_size=BLOCK, blocks=20, kv_dtype=kv_dtype)
 
 
 def logits(recorder: Recorder, corrupt: bool = False) -> list[torch.Tensor]:
@@ -71,3 +77,17 @@ def test_logits_of_a_shared_prefix(family: str, tmp_path: Path, monkeypatch: pyt
     expected = logits(Recorder(folder, block_size=BLOCK, blocks=20))
     assert gap(logits(triton_recorder(folder, monkeypatch)), expected) < TOLERANCE
     assert gap(logits(triton_recorder(folder, monkeypatch), corrupt=True), expected) > TOLERANCE
+
+
+@pytest.mark.parametrize("family", ["qwen3", "glm4_moe_lite"])
+def test_a_cache_in_float8_moves_the_logits_a_little(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = save(tmp_path, family, **SHAPES[family])
+    expected = logits(Recorder(folder, block_size=BLOCK, blocks=20))
+    recorder = triton_recorder(folder, monkeypatch, "fp8")
+    given = slice(3)  # what follows depends on the tokens that were sampled
+    assert TOLERANCE < gap(logits(recorder)[given], expected[given]) < FLOAT8_GAP
+    info = recorder.runner.info
+    assert info.kv_dtype == "float8_e4m3fn"
+    assert info.bytes_per_block == sum(pool.shape[1] for pool in recorder.pools) * BLOCK

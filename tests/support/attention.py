@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -139,13 +142,13 @@ def run(
     step: Step, backend: AttentionBackend, pool: Tensor, dtype: torch.dtype, groups: Sequence[PrefixGroup] = ()
 ) -> Tensor:
     """Fill ``pool`` ``[slots, width]`` with what is cached and not-a-number elsewhere, and run the step once."""
-    pool.fill_(torch.nan)
+    poison(pool)
     for index, query in enumerate(step.queries):
         for position in range(query.start):
-            parts = [step.keys[index][:, position].flatten()]
+            vectors = [step.keys[index][:, position]]
             if not step.shape.layout.latent:
-                parts.append(step.values[index][:, position].flatten())
-            pool[step.slot(index, position)] = torch.cat(parts).to(pool)
+                vectors.append(step.values[index][:, position])
+            pool[step.slot(index, position)] = token_row(vectors, pool)
     slots = [step.slot(i, q.start + at) for i, q in enumerate(step.queries) for at in range(q.length)]
     new = [
         torch.cat([x[i][:, q.start : q.start + q.length] for i, q in enumerate(step.queries)], 1).to(pool.device, dtype)
@@ -155,6 +158,56 @@ def run(
     value = None if step.shape.layout.latent else new[1]
     with poisoned():
         return backend.run(0, step.query.to(pool.device, dtype), new[0], value, step.options)
+
+
+def round_to_float8(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let Triton's interpreter round float32 to float8 as a GPU does: it loses the carry up to a power of two."""
+    interpreter: Any = importlib.import_module("triton.runtime.interpreter")
+    convert = interpreter._convert_float
+
+    def rounded(data: Any, source: Any, target: Any, mode: Any) -> Any:
+        if str(target) != "fp8e4nv":
+            return convert(data, source, target, mode)
+        return torch.from_numpy(data.copy()).to(torch.float8_e4m3fn).view(torch.uint8).numpy()
+
+    monkeypatch.setattr(interpreter, "_convert_float", rounded)
+
+
+def poison(pool: Tensor) -> None:
+    """Fill a pool with not-a-number; one in float8 is bytes, and a byte of ones is none either."""
+    pool.fill_(0xFF if pool.dtype == torch.uint8 else torch.nan)
+
+
+def token_row(vectors: Sequence[Tensor], pool: Tensor) -> Tensor:
+    """What ``pool`` holds of a token with these ``[heads, size]``: in float8 the elements, then a scale a head."""
+    if pool.dtype != torch.uint8:
+        return torch.cat([each.flatten() for each in vectors]).to(pool)
+    scales = [scale_of(each) for each in vectors]
+    elements = [
+        (each.float() / scale[:, None]).to(torch.float8_e4m3fn) for each, scale in zip(vectors, scales, strict=True)
+    ]
+    row = torch.full((pool.shape[1],), 0xFF, dtype=torch.uint8)
+    parts = torch.cat([each.flatten().view(torch.uint8) for each in (*elements, *scales)])
+    row[: len(parts)] = parts
+    return row.to(pool.device)
+
+
+def scale_of(vectors: Tensor) -> Tensor:
+    """Of vectors ``[..., size]`` in float8: the largest element becomes 448."""
+    return vectors.float().abs().amax(-1).clamp(min=1e-20) / 448
+
+
+def read_row(row: Tensor, layout: KVLayout) -> tuple[Tensor, Tensor]:
+    """Key and value ``[heads, size]`` in float64 of a token in a float8 pool, whose ``row`` is bytes."""
+    row = row.cpu()
+    elements = row[: layout.width].view(torch.float8_e4m3fn).double()
+    count = layout.heads * (1 if layout.latent else 2)
+    scales = row[layout.width : layout.width + 4 * count].view(torch.float32).double()
+    edge = layout.heads * layout.key_size
+    keys = elements[:edge].view(layout.heads, -1) * scales[: layout.heads, None]
+    if layout.latent:
+        return keys, keys[:, : layout.value_size]
+    return keys, elements[edge:].view(layout.heads, -1) * scales[layout.heads :, None]
 
 
 @contextmanager

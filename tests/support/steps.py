@@ -11,6 +11,7 @@ from torch import Tensor
 from anaphora.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
 from anaphora.model import runner
 from anaphora.types import Batch, BlockCopy, Chunk, Join, PrefixGroup, SamplingParams, StepOutput
+from tests.support.attention import poison
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=None)
 
@@ -26,7 +27,7 @@ class Recorder:
         self.runner = runner.load(config)
         self.block_size = block_size
         for pool in self.pools:
-            pool[: blocks * block_size] = torch.nan
+            poison(pool[: blocks * block_size])
         self.logits: dict[int, Tensor] = {}
         self.prompts: dict[int, tuple[int, ...]] = {}
         draw = self.runner._sampler.draw

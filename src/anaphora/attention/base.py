@@ -23,6 +23,9 @@ from anaphora.types import BlockCopy, PrefixGroup
 IMPLEMENTATION = "anaphora"
 """The name under which transformers knows our attention (``attn_implementation``)."""
 
+FLOAT8 = torch.float8_e4m3fn
+"""Of a pool: one byte an element, and a scale for each token and head."""
+
 _BACKENDS = {"cpu": "anaphora.attention.cpu:CpuAttention", "cuda": "anaphora.attention.triton:TritonAttention"}
 
 _WITHOUT_EFFECT = frozenset(("dropout", "position_ids", "use_cache", "position_embeddings", "cache", "past_key_values"))
@@ -44,6 +47,15 @@ class KVLayout:
     def width(self) -> int:
         """Elements of one token."""
         return self.heads * (self.key_size + (0 if self.latent else self.value_size))
+
+    def token_bytes(self, dtype: torch.dtype) -> int:
+        """Bytes of one token in a pool of ``dtype``.
+
+        In float8 a float32 scale comes with each head's key and value, and the whole is a multiple of 16 bytes.
+        """
+        if dtype != FLOAT8:
+            return self.width * dtype.itemsize
+        return -(-(self.width + 4 * self.heads * (1 if self.latent else 2)) // 16) * 16
 
 
 @dataclass(frozen=True, slots=True, eq=False)

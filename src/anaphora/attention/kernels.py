@@ -1,7 +1,8 @@
 """The Triton kernels of paged attention. What they work on, and in which order, is planned in ``worklist.py``.
 
 A pool row is one token of one layer: its keys head by head, then its values (latents: keys only, whose beginning is
-the value). One item of work is a tile of query rows over a range of key positions of one block table::
+the value). In float8 a float32 scale follows for each head's key, then for each head's value: ``scales`` is the pool
+again, read as float32. One item of work is a tile of query rows over a range of key positions of one block table::
 
     items    [·, 8]  table offset, first key, end of keys, lowest position, first member, members, part, direct
     members  [·, 2]  row of the flat batch, where the parts of the row begin
@@ -20,12 +21,12 @@ LOG2E = tl.constexpr(1.4426950408889634)
 @triton.jit
 def write_kv(
     key, value, pool, slots, key_head, key_row, value_head, value_row,
-    HEADS: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr, LATENT: tl.constexpr, BLOCK: tl.constexpr,
+    HEADS: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr, LATENT: tl.constexpr, ROW: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Row t of ``key`` and ``value`` ``[HEADS, T, size]`` to token slot ``slots[t]`` of the pool. Grid: (T,)."""
-    WIDTH: tl.constexpr = HEADS * (KEY + (0 if LATENT else VALUE))
     row = tl.program_id(0).to(tl.int64)
-    target = pool + tl.load(slots + row) * WIDTH
+    target = pool + tl.load(slots + row) * ROW
     at = tl.arange(0, BLOCK)
     inside = at < HEADS * KEY
     source = key + (at // KEY) * key_head + row * key_row + at % KEY
@@ -34,6 +35,37 @@ def write_kv(
         inside = at < HEADS * VALUE
         source = value + (at // VALUE) * value_head + row * value_row + at % VALUE
         tl.store(target + HEADS * KEY + at, tl.load(source, mask=inside).to(pool.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _write_scaled(
+    source, head, target, scales, HEADS: tl.constexpr, SIZE: tl.constexpr, H: tl.constexpr, N: tl.constexpr
+):
+    """HEADS vectors of SIZE elements, each over its largest absolute value, which becomes 448, the largest float8."""
+    h = tl.arange(0, H)
+    at = tl.arange(0, N)[None, :]
+    inside = (h < HEADS)[:, None] & (at < SIZE)
+    values = tl.load(source + h[:, None] * head + at, mask=inside, other=0.0).to(tl.float32)
+    scale = tl.maximum(tl.max(tl.abs(values), 1), 1e-20) / 448
+    tl.store(scales + h, scale, mask=h < HEADS)
+    tl.store(target + h[:, None] * SIZE + at, (values / scale[:, None]).to(target.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def write_kv_scaled(
+    key, value, pool, scales, slots, key_head, key_row, value_head, value_row,
+    HEADS: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr, LATENT: tl.constexpr, ROW: tl.constexpr,
+    H: tl.constexpr, KEY_N: tl.constexpr, VALUE_N: tl.constexpr,
+):  # fmt: skip
+    """As ``write_kv``, to a pool in float8: each vector with a scale of its own, which is never changed. Grid: (T,)."""
+    WIDTH: tl.constexpr = HEADS * (KEY + (0 if LATENT else VALUE))
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.load(slots + row) * ROW
+    scales += (at + WIDTH) // 4
+    _write_scaled(key + row * key_row, key_head, pool + at, scales, HEADS, KEY, H, KEY_N)
+    if not LATENT:
+        source = value + row * value_row
+        _write_scaled(source, value_head, pool + at + HEADS * KEY, scales + HEADS, HEADS, VALUE, H, VALUE_N)
 
 
 @triton.jit
@@ -54,23 +86,30 @@ def _halves(base, inside, MASKED: tl.constexpr, SIZE: tl.constexpr, A: tl.conste
 
 @triton.jit
 def _tile(
-    state_a, state_b, best, total, query_a, query_b, pool, table, at, end, position, head,
+    state_a, state_b, best, total, query_a, query_b, pool, scales, table, at, end, position, head,
     scale, softcap, window,
     HEADS: tl.constexpr, KEY: tl.constexpr, KEY_A: tl.constexpr, KEY_B: tl.constexpr,
     VALUE: tl.constexpr, VALUE_A: tl.constexpr, VALUE_B: tl.constexpr, LATENT: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr, N: tl.constexpr, SOFTCAP: tl.constexpr, WINDOW: tl.constexpr, MASKED: tl.constexpr,
-    PRECISION: tl.constexpr,
+    ROW: tl.constexpr, SCALED: tl.constexpr, BLOCK_SIZE: tl.constexpr, N: tl.constexpr,
+    SOFTCAP: tl.constexpr, WINDOW: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Take the N keys from position ``at`` on into the running softmax. Not MASKED: every row sees them all."""
-    WIDTH: tl.constexpr = HEADS * (KEY + (0 if LATENT else VALUE))
     n = at + tl.arange(0, N)
     inside = n < end
     block = tl.load(table + n // BLOCK_SIZE, mask=inside, other=0) if MASKED else tl.load(table + n // BLOCK_SIZE)
-    token = pool + (block.to(tl.int64) * BLOCK_SIZE + n % BLOCK_SIZE) * WIDTH
+    slot = block.to(tl.int64) * BLOCK_SIZE + n % BLOCK_SIZE
+    token = pool + slot * ROW
     key_a, key_b = _halves(token + head * KEY, inside, MASKED, KEY, KEY_A, KEY_B)
+    key_a = key_a.to(query_a.dtype)
+    key_b = key_b.to(query_a.dtype)
     scores = tl.dot(query_a, tl.trans(key_a), input_precision=PRECISION)
     if KEY_B > 0:
         scores = tl.dot(query_b, tl.trans(key_b), scores, input_precision=PRECISION)
+    if SCALED:
+        WIDTH: tl.constexpr = HEADS * (KEY + (0 if LATENT else VALUE))
+        token_scales = scales + (slot * ROW + WIDTH) // 4 + head
+        key_scale = tl.load(token_scales, mask=inside, other=0.0) if MASKED else tl.load(token_scales)
+        scores = scores * key_scale[None, :]
     if SOFTCAP:
         scores = (softcap - 2 * softcap / (1 + tl.exp2(scores * (2 * LOG2E * scale / softcap)))) * LOG2E
     else:
@@ -89,7 +128,16 @@ def _tile(
         value_a, value_b = key_a, key_b
     else:
         value_a, value_b = _halves(token + HEADS * KEY + head * VALUE, inside, MASKED, VALUE, VALUE_A, VALUE_B)
-    weights = weights.to(value_a.dtype)
+        value_a = value_a.to(query_a.dtype)
+        value_b = value_b.to(query_a.dtype)
+    if SCALED:
+        if LATENT:
+            weights = weights * key_scale[None, :]
+        else:
+            value_scales = token_scales + HEADS
+            value_scale = tl.load(value_scales, mask=inside, other=0.0) if MASKED else tl.load(value_scales)
+            weights = weights * value_scale[None, :]
+    weights = weights.to(query_a.dtype)
     state_a = tl.dot(weights, value_a, state_a * shrink[:, None], input_precision=PRECISION)
     if VALUE_B > 0:
         state_b = tl.dot(weights, value_b, state_b * shrink[:, None], input_precision=PRECISION)
@@ -98,11 +146,11 @@ def _tile(
 
 @triton.jit
 def attend_items(
-    query, pool, out, part_outs, part_logs, items, members, count, positions, tables, sinks,
+    query, pool, scales, out, part_outs, part_logs, items, members, count, positions, tables, sinks,
     scale, softcap, window, query_head, query_row,
     HEADS: tl.constexpr, G: tl.constexpr, KEY: tl.constexpr, KEY_A: tl.constexpr, KEY_B: tl.constexpr,
     VALUE: tl.constexpr, VALUE_A: tl.constexpr, VALUE_B: tl.constexpr, LATENT: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
+    ROW: tl.constexpr, SCALED: tl.constexpr, BLOCK_SIZE: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
     SOFTCAP: tl.constexpr, WINDOW: tl.constexpr, SINKS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Each item for each KV head. Grid: (items · HEADS,).
@@ -132,8 +180,9 @@ def attend_items(
     query_heads = head * G + m % G
     source = query + query_heads * query_head + row.to(tl.int64) * query_row
     query_a, query_b = _halves(source, valid, True, KEY, KEY_A, KEY_B)
-    query_a = query_a.to(pool.dtype.element_ty)
-    query_b = query_b.to(pool.dtype.element_ty)
+    if not SCALED:
+        query_a = query_a.to(pool.dtype.element_ty)
+        query_b = query_b.to(pool.dtype.element_ty)
 
     state_a = tl.zeros((M, VALUE_A), tl.float32)
     state_b = tl.zeros((M, VALUE_B if VALUE_B > 0 else 1), tl.float32)
@@ -148,15 +197,15 @@ def attend_items(
         whole = begin + tl.maximum(tl.minimum(end, lowest + 1) - begin, 0) // N * N
         for at in tl.range(begin, whole, N):
             state_a, state_b, best, total = _tile(
-                state_a, state_b, best, total, query_a, query_b, pool, table, at, end, position, head,
+                state_a, state_b, best, total, query_a, query_b, pool, scales, table, at, end, position, head,
                 scale, softcap, window, HEADS, KEY, KEY_A, KEY_B, VALUE, VALUE_A, VALUE_B, LATENT,
-                BLOCK_SIZE, N, SOFTCAP, WINDOW, False, PRECISION,
+                ROW, SCALED, BLOCK_SIZE, N, SOFTCAP, WINDOW, False, PRECISION,
             )  # fmt: skip
     for at in tl.range(whole, end, N):
         state_a, state_b, best, total = _tile(
-            state_a, state_b, best, total, query_a, query_b, pool, table, at, end, position, head,
+            state_a, state_b, best, total, query_a, query_b, pool, scales, table, at, end, position, head,
             scale, softcap, window, HEADS, KEY, KEY_A, KEY_B, VALUE, VALUE_A, VALUE_B, LATENT,
-            BLOCK_SIZE, N, SOFTCAP, WINDOW, True, PRECISION,
+            ROW, SCALED, BLOCK_SIZE, N, SOFTCAP, WINDOW, True, PRECISION,
         )  # fmt: skip
 
     a = tl.arange(0, VALUE_A)[None, :]

@@ -16,7 +16,7 @@ import triton
 from torch import Tensor
 
 from anaphora.attention import kernels
-from anaphora.attention.base import KVLayout, LayerOptions, StepLayout
+from anaphora.attention.base import FLOAT8, KVLayout, LayerOptions, StepLayout
 from anaphora.attention.fixed import DeviceList, FixedList
 from anaphora.attention.transfer import pack, to_device
 from anaphora.attention.worklist import Tiling, WorkList, plan
@@ -65,6 +65,7 @@ class TritonAttention:
         self._layouts = layouts
         self._block_size = block_size
         self._device = device
+        self._dtype = dtype
         self._pools = _make_pools(layouts, num_blocks * block_size, dtype, device)
         self._processors = 1
         if device.type == "cuda":
@@ -90,7 +91,10 @@ class TritonAttention:
 
     @property
     def pools(self) -> list[Tensor]:
-        """One ``[token slots, width]`` a layer; layers of one width are slices of one tensor."""
+        """One ``[token slots, width]`` a layer; layers of one width are slices of one tensor.
+
+        In float8 they are bytes, ``[token slots, token bytes]``: the elements, then the scales.
+        """
         return [pool[place] for pool, place in self._pools]
 
     def copy_blocks(self, copies: Sequence[BlockCopy]) -> None:
@@ -136,10 +140,11 @@ class TritonAttention:
         heads, rows = query.shape[:2]
         group = heads // layout.heads
         pool, place = self._pools[layer]
-        small, large = _shapes(layout, group, pool.element_size(), self._chunks)
+        itemsize = (query if self._dtype == FLOAT8 else pool).element_size()  # of what is multiplied
+        small, large = _shapes(layout, group, itemsize, self._chunks)
         programs = max(1, self._processors * PROGRAMS_PER_PROCESSOR // layout.heads)
         assert self._layout is not None
-        step = self._list(Tiling(group, small.m, large.m, programs, layout.width * pool.element_size()))
+        step = self._list(Tiling(group, small.m, large.m, programs, layout.token_bytes(self._dtype)))
         self._write(layout, pool[place], self._layout.slot_mapping, key, value)
         out = query.new_empty(rows, heads, layout.value_size)
         parts = self._part_buffers(heads, layout.value_size, step.parts)
@@ -199,11 +204,14 @@ class TritonAttention:
     def _write(self, layout: KVLayout, pool: Tensor, slots: Tensor, key: Tensor, value: Tensor | None) -> None:
         second = key if value is None else value
         key, second = (x if x.stride(-1) == 1 else x.contiguous() for x in (key, second))
+        strides = (key.stride(0), key.stride(1), second.stride(0), second.stride(1))
+        shape = (layout.heads, layout.key_size, layout.value_size, layout.latent, pool.shape[1])
+        powers = [triton.next_power_of_2(size) for size in shape[:3]]
+        if self._dtype == FLOAT8:
+            kernels.write_kv_scaled[(key.shape[1],)](key, second, *_views(pool), slots, *strides, *shape, *powers)
+            return
         block = triton.next_power_of_2(layout.heads * max(layout.key_size, layout.value_size))
-        kernels.write_kv[(key.shape[1],)](
-            key, second, pool, slots, key.stride(0), key.stride(1), second.stride(0), second.stride(1),
-            layout.heads, layout.key_size, layout.value_size, layout.latent, block,
-        )  # fmt: skip
+        kernels.write_kv[(key.shape[1],)](key, second, pool, slots, *strides, *shape, block)
 
     def _attend(
         self,
@@ -217,14 +225,17 @@ class TritonAttention:
         query, pool, out, part_outs, part_logs = target
         items, launched, count = work
         query = query if query.stride(-1) == 1 else query.contiguous()
+        scaled = self._dtype == FLOAT8
+        elements, scales = _views(pool) if scaled else (pool, pool)
+        exact = (query.dtype if scaled else pool.dtype) == torch.float32
         kernels.attend_items[(launched * layout.heads,)](
-            query, pool, out, part_outs, part_logs, items, step.members, count, step.positions, step.tables,
+            query, elements, scales, out, part_outs, part_logs, items, step.members, count, step.positions, step.tables,
             _sinks(options, out), options.scale, options.softcap or 1.0, options.window or 0,
             query.stride(0), query.stride(1),
             layout.heads, query.shape[0] // layout.heads, layout.key_size, *_halves(layout.key_size),
-            layout.value_size, *_halves(layout.value_size), layout.latent, self._block_size, shape.m, shape.n,
-            bool(options.softcap), options.window is not None, options.sinks is not None,
-            "ieee" if pool.dtype == torch.float32 else "tf32",
+            layout.value_size, *_halves(layout.value_size), layout.latent, pool.shape[1], scaled, self._block_size,
+            shape.m, shape.n, bool(options.softcap), options.window is not None, options.sinks is not None,
+            "ieee" if exact else "tf32",
             num_warps=shape.warps, num_stages=shape.stages,
         )  # fmt: skip
 
@@ -243,9 +254,17 @@ def _make_pools(
     layouts: Sequence[KVLayout], slots: int, dtype: torch.dtype, device: torch.device
 ) -> list[tuple[Tensor, int]]:
     """For each layer the tensor ``[layers of its width, slots, width]`` and the place in it."""
-    widths = [layout.width for layout in layouts]
-    pools = {width: torch.empty(widths.count(width), slots, width, dtype=dtype, device=device) for width in set(widths)}
+    stored = torch.uint8 if dtype == FLOAT8 else dtype
+    widths = [layout.token_bytes(dtype) // stored.itemsize for layout in layouts]
+    pools = {
+        width: torch.empty(widths.count(width), slots, width, dtype=stored, device=device) for width in set(widths)
+    }
     return [(pools[width], widths[:layer].count(width)) for layer, width in enumerate(widths)]
+
+
+def _views(pool: Tensor) -> tuple[Tensor, Tensor]:
+    """The elements and the scales of a pool in float8; both are the whole of it."""
+    return pool.view(FLOAT8), pool.view(torch.float32)
 
 
 def _halves(size: int) -> tuple[int, int]:

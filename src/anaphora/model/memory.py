@@ -7,13 +7,23 @@ from collections.abc import Callable
 import psutil
 import torch
 
+from anaphora.attention.base import FLOAT8
 from anaphora.config import CacheConfig
 from anaphora.errors import ConfigError
 
 DEFAULT_POOL_BYTES = 4 * 2**30
 """On a CPU, at most; a quarter of free memory if that is less."""
 
-_KV_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+_KV_DTYPES = {
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "float32": torch.float32,
+    "fp8": FLOAT8,
+    "fp8_e4m3": FLOAT8,
+}
+_GPU_ONLY = ("float16", "fp8", "fp8_e4m3")
+_FLOAT8_CAPABILITY = (8, 9)
+"""The first NVIDIA generation whose processors convert float8 (Ada)."""
 
 
 def choose_device(wanted: str) -> torch.device:
@@ -26,17 +36,24 @@ def choose_device(wanted: str) -> torch.device:
 
 
 def kv_cache_dtype(cache: CacheConfig, model_dtype: torch.dtype, device: torch.device) -> torch.dtype:
-    """The dtype of the pool. ConfigError for one that the device does not have."""
+    """The dtype of the pool: fp8 is e4m3. ConfigError for one that the device does not have."""
     if cache.kv_cache_dtype == "auto":
         return model_dtype
-    known = [name for name in _KV_DTYPES if name != "float16" or device.type == "cuda"]
+    known = [name for name in _KV_DTYPES if name not in _GPU_ONLY or device.type == "cuda"]
     if cache.kv_cache_dtype not in known:
         raise ConfigError(
             f"--kv-cache-dtype {cache.kv_cache_dtype} is not there on a {'GPU' if device.type == 'cuda' else 'CPU'}; "
             f"use auto, {' or '.join(known)}",
             param="kv_cache_dtype",
         )
-    return _KV_DTYPES[cache.kv_cache_dtype]
+    dtype = _KV_DTYPES[cache.kv_cache_dtype]
+    if dtype == FLOAT8 and (found := torch.cuda.get_device_capability(device)) < _FLOAT8_CAPABILITY:
+        raise ConfigError(
+            f"--kv-cache-dtype {cache.kv_cache_dtype} needs a GPU of compute capability 8.9 or later; this one "
+            f"({torch.cuda.get_device_name(device)}) has {found[0]}.{found[1]}: use auto",
+            param="kv_cache_dtype",
+        )
+    return dtype
 
 
 def free_bytes(device: torch.device) -> int:

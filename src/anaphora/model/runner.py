@@ -85,7 +85,7 @@ class ModelRunner:
     def _make_pool(self, config: EngineConfig, loaded: LoadedModel) -> None:
         """On a GPU, first with a single block, to see what the largest step takes; then with all there is room for."""
         kv_dtype = kv_cache_dtype(config.cache, loaded.dtype, self._device)
-        bytes_per_block = sum(layout.width for layout in loaded.layouts) * kv_dtype.itemsize * self._block_size
+        bytes_per_block = sum(layout.token_bytes(kv_dtype) for layout in loaded.layouts) * self._block_size
         seqs, budget = config.scheduler.max_num_seqs, config.scheduler.max_num_batched_tokens
 
         def make(blocks: int) -> None:
