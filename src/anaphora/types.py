@@ -355,6 +355,61 @@ class SequenceUpdate:
     error: str | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class Prefix:
+    """A beginning of prompts, as the commands on pins name it."""
+
+    token_ids: tuple[int, ...]
+    cache_salt: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class PinReport:
+    """A pinned beginning of ``tokens`` tokens, of which the first ``kept_tokens`` are computed and kept.
+
+    ``new`` is False where it was pinned before. ``start`` and ``end``, in lists, are its first and last token ids,
+    ``start`` all of them if few.
+    """
+
+    id: str
+    tokens: int
+    kept_tokens: int
+    new: bool = False
+    start: tuple[int, ...] = ()
+    end: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class SharedPrefix:
+    """A beginning that prompts reused: its ``tokens`` (whole blocks), and what that saved since it was computed.
+
+    ``tokens_saved`` leaves out what the next shorter one in the list saved, so those of a list add up. ``idle_s`` is
+    how long ago it was used. ``start`` and ``end`` are as in PinReport.
+    """
+
+    tokens: int
+    hits: int
+    tokens_saved: int
+    idle_s: float
+    pinned: bool
+    start: tuple[int, ...]
+    end: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixList:
+    """What one salt shares and has pinned. ``total`` counts the shared ones, of which those listed save most.
+
+    ``pinned_blocks`` (of all salts) can be at most ``max_pinned_blocks``.
+    """
+
+    shared: tuple[SharedPrefix, ...]
+    total: int
+    pins: tuple[PinReport, ...]
+    pinned_blocks: int
+    max_pinned_blocks: int
+
+
 @dataclass(slots=True)
 class EngineStats:
     """Gauges of this moment and counters since the start (never falling). Tokens unless said otherwise.

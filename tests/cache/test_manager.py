@@ -146,23 +146,6 @@ def test_new_prefixes_are_taken_in_when_the_cache_is_full() -> None:
         assert cache.use("and again", prompt) == 4
 
 
-def test_pinned_blocks_are_never_evicted() -> None:
-    cache = Cache(7, 4)
-    system = [*range(8)]
-    cache.use("s", system)
-    assert cache.pin(system, ROOT) == 8
-    assert cache.pinned_blocks == 2
-    for i in range(5):
-        cache.use(f"x{i}", [*range(100 * i + 100, 100 * i + 112)])
-    assert cache.use("s again", [*system, 1]) == 8
-    assert cache.unpin(system, ROOT) == 8
-    assert cache.pinned_blocks == 0
-    for i in range(5):
-        cache.use(f"y{i}", [*range(100 * i + 100, 100 * i + 123)])
-    assert cache.use("s gone", [*system, 1]) == 0
-    cache.check([])
-
-
 def test_tenants_do_not_see_each_other(cache: Cache) -> None:
     cache.use("a", [*range(10)])
     assert cache.reason([*range(10)], OTHER) == (Reason.COLD, "nothing like it was seen")
@@ -196,7 +179,7 @@ def test_another_tenants_growth_is_other_traffic(cache: Cache) -> None:
 
 def test_reset_says_whether_it_did(cache: Cache) -> None:
     table, _ = cache.start("a", [*range(10)])
-    cache.pin([*range(4)], ROOT)
+    cache.pin([cache.pin_of([*range(4)], ROOT)], 0)
     assert not cache.reset()
     cache.release(table, 10)
     assert cache.reset()

@@ -341,11 +341,12 @@ def test_a_window_over_the_limit_is_capped_with_a_warning() -> None:
 
 
 def test_a_request_that_finds_no_room_on_an_idle_engine_ends_with_an_error() -> None:
-    """Blocks that are held for ever (here: pinned) must not leave a request waiting for ever."""
+    """Blocks that are held for ever (here: pinned beyond what an engine admits) leave no request waiting for ever."""
     engine = make_engine(FakeRunner(11, 4))
     engine.add(make_request("r", [*range(1, 33)], 1))
     run(engine)
-    assert engine.cache.pin([*range(1, 33)], root_hash("fake-1")) == 32
+    assert engine.cache.pin([engine.cache.pin_of([*range(1, 33)], root_hash("fake-1"))], 0) == [True]
+    assert engine.cache.pinned_blocks == 8
     engine.add(make_request("big", [*range(50, 80)], 1))
     engine.add(make_request("small", [7], 2))
     updates = run(engine)

@@ -15,6 +15,7 @@ where the wanted tokens would be inserted.
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from anaphora.cache.hashing import TOKEN_BYTES, BlockHash
@@ -88,6 +89,15 @@ class PrefixIndex:
             if (common := common_tokens(tokens, wanted)) > length:
                 best, length = block, common
         return best, length
+
+    def holder(self, parent: BlockHash, tokens: bytes) -> Block | None:
+        """A computed block that continues ``parent`` with all of these tokens."""
+        block, known = self._longest_continuation(parent, tokens)
+        return block if known * TOKEN_BYTES == len(tokens) else None
+
+    def continuations(self, digest: BlockHash) -> Iterator[Block]:
+        """The computed full blocks that continue a hash or a root."""
+        return (block for _, _, block in self._continuations.get(digest, ()) if block.hash is not None)
 
     def add_full(self, block: Block, digest: BlockHash, parent: BlockHash, tokens: bytes = b"") -> None:
         """Index a full block; it can be referenced from now on, and copied from once it is ready."""

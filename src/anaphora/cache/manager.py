@@ -12,14 +12,16 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 from anaphora.cache.events import Evicted, Ghosts, Reason
 from anaphora.cache.hashing import TOKEN_BYTES, BlockHash, extend_chain, pack
 from anaphora.cache.index import Match, PrefixIndex
+from anaphora.cache.pins import Pin, Pins
 from anaphora.cache.policy import LRU, EvictionPolicy
 from anaphora.cache.pool import NULL_BLOCK, Block, BlockPool
-from anaphora.errors import CacheInvariantError
+from anaphora.cache.usage import Usage
+from anaphora.errors import CacheInvariantError, InvalidRequest
 from anaphora.types import BlockCopy, CacheReport
 
 NO_MATCH = Match()
@@ -84,13 +86,14 @@ class CacheManager:
         self.index = PrefixIndex(block_size)
         self.policy = policy or LRU()
         self.pool = BlockPool(num_blocks, self.policy, self._evict)
+        self.pins = Pins(self.index, self.pool)
+        self.usage = Usage(self.index)
         self.evicted_blocks = 0
         self._clock = clock
         self._ghosts = Ghosts(4 * num_blocks)
         self._grower: BlockTable | None = None
         self._scheduled: dict[int, list[tuple[Block, BlockHash]]] = {}
         self._copying: dict[int, list[Block]] = {}
-        self._pinned: dict[int, Block] = {}
 
     # --- one sequence ----------------------------------------------------------------------------------------------
 
@@ -191,14 +194,14 @@ class CacheManager:
             self.index.pending.pop(digest, None)
             if digest in self.index.full:
                 if block.indexed:  # its beginning was indexed as a tail; the other block holds that too
-                    self.index.remove(block)
+                    self._forget(block)
                 continue
             parent = table.hashes[i - 1] if i else table.root
             tokens = b"" if table.packed is None else bytes(table.packed[i * size : (i + 1) * size])
             self.index.add_full(block, digest, parent, tokens)
             self._ghosts.discard(digest)
             if step is None:
-                self._drop(self.index.set_ready(block))
+                self._computed(block)
             else:
                 block.step = step
                 self._scheduled.setdefault(step, []).append((block, digest))
@@ -214,7 +217,18 @@ class CacheManager:
         parent = table.hashes[at - 1] if at else table.root
         start = at * self.block_size * TOKEN_BYTES
         tokens = bytes(table.packed[start : start + filled * TOKEN_BYTES])
-        self._drop(self.index.add_tail(table.blocks[at], parent, tokens) or ())
+        redundant = self.index.add_tail(table.blocks[at], parent, tokens)
+        if redundant is not None:
+            self._drop(redundant)
+            self.pins.offer(table.blocks[at])
+
+    def _computed(self, block: Block) -> None:
+        self._drop(self.index.set_ready(block))
+        self.pins.offer(block)
+
+    def _forget(self, block: Block) -> None:
+        self.index.remove(block)
+        self.pins.lost(block)
 
     def _drop(self, redundant: Iterable[Block]) -> None:
         """Give up tails whose tokens another block holds as its beginning, unless somebody refers to one."""
@@ -247,14 +261,14 @@ class CacheManager:
         """The step has succeeded: its blocks are ready, its copies are made."""
         for block, digest in self._scheduled.pop(step, ()):
             if block.hash == digest and block.step == step:
-                self._drop(self.index.set_ready(block))
+                self._computed(block)
         self._end_copies(step)
 
     def fail_step(self, step: int) -> None:
         """The step has failed: nothing stays indexed that it was to compute. Its users must be released next."""
         for block, digest in self._scheduled.pop(step, ()):
             if block.hash == digest and block.step == step:
-                self.index.remove(block)
+                self._forget(block)
         self._end_copies(step)
 
     def _end_copies(self, step: int) -> None:
@@ -267,45 +281,49 @@ class CacheManager:
         if block.hash is not None:
             by = self._grower
             self._ghosts.add(block.hash, Evicted(self._clock(), by.key if by else "", by.root if by else None))
+        self.usage.evicted(block)
         self.evicted_blocks += 1
         self.index.remove(block)
 
-    def pin(self, token_ids: Iterable[int], root: BlockHash) -> int:
-        """Keep the indexed full blocks of this beginning until ``unpin``. Returns the tokens that are pinned."""
-        blocks = self.match(self.table("pin", token_ids, root)).blocks
-        for block in blocks:
-            if not block.pins:
-                self.pool.reference(block)
-                self._pinned[block.id] = block
-            block.pins += 1
-        return len(blocks) * self.block_size
+    def pin_of(self, token_ids: Iterable[int], root: BlockHash) -> Pin:
+        """The pin that this beginning has, or would have."""
+        return self.pins.make(self.table("pin", token_ids, root))
 
-    def unpin(self, token_ids: Iterable[int], root: BlockHash) -> int:
-        """Undo one ``pin`` of this beginning. Returns the tokens concerned."""
-        blocks = [b for b in self.match(self.table("unpin", token_ids, root)).blocks if b.pins]
-        for block in reversed(blocks):
-            block.pins -= 1
-            if not block.pins:
-                del self._pinned[block.id]
-                self.pool.release(block)
-        return len(blocks) * self.block_size
+    def pin(self, pins: Sequence[Pin], reserved: int) -> list[bool]:
+        """Keep these beginnings until they are unpinned, what is computed of them and what will be.
+
+        Says of each whether it is new. InvalidRequest, and nothing is kept, where ``reserved`` blocks would not be
+        left for requests.
+        """
+        if not self.enabled:
+            raise InvalidRequest("nothing can be pinned: prefix caching is off (--enable-prefix-caching turns it on)")
+        limit = max(self.pool.total - reserved, 0)
+        if (wanted := self.pins.blocks_with(pins)) > limit:
+            now = self.pins.blocks_with(())
+            raise InvalidRequest(
+                f"too much to pin: {now} of the cache's {self.pool.total} blocks of {self.block_size} tokens are "
+                f"pinned, this needs {wanted - now} more, and {reserved} must stay for a request of full length, so at "
+                f"most {limit} may be pinned; unpin others, lower --max-model-len or raise --kv-cache-memory-bytes"
+            )
+        return [self.pins.add(pin) for pin in pins]
 
     @property
     def pinned_blocks(self) -> int:
-        return len(self._pinned)
+        return self.pins.blocks
 
     @property
     def referenced_blocks(self) -> int:
         return self.pool.total - self.pool.available
 
     def reset(self) -> bool:
-        """Forget everything that is cached, pinned prefixes too. False, and nothing done, while blocks are in use."""
-        if self.referenced_blocks > len(self._pinned) or any(b.ref_count > 1 for b in self._pinned.values()):
+        """Forget everything that is cached. False, and nothing done, while sequences use blocks.
+
+        What pinned beginnings hold is forgotten too; they stay pinned, so it is kept again once it is computed again.
+        """
+        held = self.pins.references()
+        if self.referenced_blocks > len(held) or any(self.pool.blocks[id].ref_count > n for id, n in held.items()):
             return False
-        for block in self._pinned.values():
-            block.pins = 0
-            self.pool.release(block)
-        self._pinned.clear()
+        self.pins.drop()
         while len(self.policy):
             block = self.policy.victim()
             self.pool.discard(block)
@@ -341,7 +359,7 @@ class CacheManager:
         """Raise CacheInvariantError unless the books balance with these, the block tables of all live sequences."""
         expected = Counter(block.id for table in tables for block in table.blocks)
         expected.update(block.id for blocks in self._copying.values() for block in blocks)
-        expected.update(list(self._pinned))
+        expected.update(self.pins.references())
         free = {block.id for block in self.pool.free}
         faults = []
         if len(free) != len(self.pool.free):
@@ -355,7 +373,7 @@ class CacheManager:
                 faults.append(f"{block} is in {states} of the states free, idle and referenced")
             if block.ref_count == 0 and block.id != NULL_BLOCK and block.indexed != (block in self.policy):
                 faults.append(f"{block} is indexed or idle, not both")
-        faults += self._index_faults()
+        faults += self._index_faults() + self.pins.faults()
         if faults:
             raise CacheInvariantError("; ".join(faults[:5]))
 

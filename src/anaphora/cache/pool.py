@@ -20,15 +20,28 @@ class Block:
 
     ``parent`` is the hash of what precedes it and ``tokens`` the packed tokens of its first ``filled`` slots, both
     set while it is indexed. ``hash`` is set only where it is full. ``step`` is the step that computes it, and
-    ``ready`` says that this step has succeeded. ``children`` counts the indexed blocks that continue it.
+    ``ready`` says that this step has succeeded. ``children`` counts the indexed blocks that continue it. ``hits``
+    matches ended here, ``depth`` blocks from the beginning, the last of them at ``last_hit``.
     """
 
-    __slots__ = ("children", "filled", "hash", "id", "parent", "pins", "ready", "ref_count", "step", "tokens")
+    __slots__ = (
+        "children",
+        "depth",
+        "filled",
+        "hash",
+        "hits",
+        "id",
+        "last_hit",
+        "parent",
+        "ready",
+        "ref_count",
+        "step",
+        "tokens",
+    )
 
     def __init__(self, id: int) -> None:
         self.id = id
         self.ref_count = 0
-        self.pins = 0
         self.children = 0
         self.forget()
 
@@ -40,6 +53,9 @@ class Block:
         self.filled = 0
         self.ready = False
         self.step = -1
+        self.hits = 0
+        self.depth = 0
+        self.last_hit = 0.0
 
     @property
     def indexed(self) -> bool:

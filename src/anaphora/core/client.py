@@ -11,7 +11,7 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -22,7 +22,17 @@ import zmq.asyncio
 from anaphora.config import EngineConfig
 from anaphora.core import messages
 from anaphora.errors import AnaphoraError, ConfigError, EngineDead, InvalidRequest
-from anaphora.types import EngineInfo, EngineStats, FinishReason, Request, SequenceUpdate, StepResult
+from anaphora.types import (
+    EngineInfo,
+    EngineStats,
+    FinishReason,
+    PinReport,
+    Prefix,
+    PrefixList,
+    Request,
+    SequenceUpdate,
+    StepResult,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -242,6 +252,18 @@ class EngineClient:
     async def reset_prefix_cache(self) -> bool:
         """Empty the prefix cache; False, and nothing done, while requests use blocks."""
         return await self._call(messages.Reset(), bool)
+
+    async def pin(self, prefixes: Sequence[Prefix]) -> tuple[PinReport, ...]:
+        """Keep beginnings of prompts, what is computed and what will be; all or (InvalidRequest) none of them."""
+        return await self._call(messages.Pin(tuple(prefixes)), tuple[PinReport, ...])
+
+    async def unpin(self, prefixes: Sequence[Prefix] = (), ids: Sequence[str] = ()) -> tuple[PinReport, ...]:
+        """Keep these no longer; NotFound, and nothing done, where one is not pinned."""
+        return await self._call(messages.Unpin(tuple(prefixes), tuple(ids)), tuple[PinReport, ...])
+
+    async def list_prefixes(self, cache_salt: str | None, limit: int) -> PrefixList:
+        """What prompts of a salt share, and what is pinned of it."""
+        return await self._call(messages.ListPrefixes(cache_salt, limit), PrefixList)
 
     async def check(self) -> None:
         """Check the cache's books; raises CacheInvariantError where they do not balance."""

@@ -5,12 +5,13 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from anaphora.cache.manager import CacheManager
 from anaphora.config import EngineConfig
 from anaphora.core.cost import PrefillCost
+from anaphora.core.prefixes import Prefixes
 from anaphora.core.scheduler import Scheduler
 from anaphora.errors import InvalidRequest
 from anaphora.types import (
@@ -19,6 +20,8 @@ from anaphora.types import (
     EngineStats,
     ModelInfo,
     Pending,
+    PinReport,
+    Prefix,
     Request,
     Runner,
     SequenceUpdate,
@@ -58,6 +61,7 @@ class Engine:
         max_model_len, warnings = _fit_model_len(config.model.max_model_len, model, self.cache.pool.total)
         self.info = EngineInfo(model, max_model_len, (*runner.warnings, *warnings))
         self.scheduler = Scheduler(config.scheduler, self.cache, model.identity, max_model_len, clock)
+        self.prefixes = Prefixes(self.cache, model.identity, max_model_len, clock)
         self.cost = PrefillCost()
         self._clock = clock
         self._in_flight: deque[_InFlight] = deque()
@@ -65,14 +69,23 @@ class Engine:
 
     def add(self, request: Request) -> None:
         """Queue a request. InvalidRequest, naming the field, if it can never be served."""
+        request.sampling.check_vocabulary(self.info.model.vocab_size)
+        self._check_tokens(request.prompt_token_ids)
+        self.scheduler.add(request)
+
+    def pin(self, prefixes: Sequence[Prefix]) -> tuple[PinReport, ...]:
+        """Keep beginnings of prompts in the cache. InvalidRequest, and nothing done, where one cannot be kept."""
+        for prefix in prefixes:
+            self._check_tokens(prefix.token_ids)
+        return self.prefixes.pin(prefixes)
+
+    def _check_tokens(self, token_ids: Sequence[int]) -> None:
         vocab = self.info.model.vocab_size
-        request.sampling.check_vocabulary(vocab)
-        for token in request.prompt_token_ids:
+        for token in token_ids:
             if not 0 <= token < vocab:
                 raise InvalidRequest(
                     f"prompt holds token id {token}; this model's ids run from 0 to {vocab - 1}", param="prompt"
                 )
-        self.scheduler.add(request)
 
     def abort(self, request_id: str) -> bool:
         """End a request without an answer; False if none of this id is there."""
@@ -159,7 +172,7 @@ class Engine:
         )
 
     def reset_prefix_cache(self) -> bool:
-        """Forget all that is cached. False, and nothing is done, while requests use blocks."""
+        """Forget all that is cached; pins stay, to fill anew. False, and nothing done, while requests use blocks."""
         return self.cache.reset()
 
     def check(self) -> None:

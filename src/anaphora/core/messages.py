@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 
 from anaphora.errors import AnaphoraError, InvalidRequest
-from anaphora.types import EngineInfo, EngineStats, Request, StepResult
+from anaphora.types import EngineInfo, EngineStats, Prefix, Request, StepResult
 
 
 class _Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=True):
@@ -45,6 +45,26 @@ class Reset(_Message, frozen=True):
     """Answered by a Reply whose value says whether the prefix cache was emptied."""
 
 
+class Pin(_Message, frozen=True):
+    """Answered by a Reply with a PinReport for each."""
+
+    prefixes: tuple[Prefix, ...]
+
+
+class Unpin(_Message, frozen=True):
+    """Answered by a Reply with a PinReport for each prefix and each id."""
+
+    prefixes: tuple[Prefix, ...] = ()
+    ids: tuple[str, ...] = ()
+
+
+class ListPrefixes(_Message, frozen=True):
+    """Answered by a Reply with a PrefixList of at most ``limit`` shared prefixes."""
+
+    cache_salt: str | None
+    limit: int
+
+
 class Check(_Message, frozen=True):
     """Answered by a Reply, with an error where the cache's books do not balance."""
 
@@ -53,7 +73,7 @@ class Shutdown(_Message, frozen=True):
     """The process ends after the step that it is in."""
 
 
-Command = Add | Abort | FinishChoice | Reset | Check | Shutdown
+Command = Add | Abort | FinishChoice | Reset | Pin | Unpin | ListPrefixes | Check | Shutdown
 
 
 # --- Engine to client ---------------------------------------------------------------------------------------------

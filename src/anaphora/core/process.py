@@ -96,15 +96,24 @@ class EngineHost:
             case messages.FinishChoice(request_id, choice):
                 self._engine.finish_choice(request_id, choice)
             case messages.Reset():
-                value = self._engine.reset_prefix_cache()
-                self._report(StepResult((), self._engine.stats()))
-                self._reply(value)
+                self._changed(self._engine.reset_prefix_cache())
+            case messages.Pin(prefixes):
+                self._changed(self._engine.pin(prefixes))
+            case messages.Unpin(prefixes, ids):
+                self._changed(self._engine.prefixes.unpin(prefixes, ids))
+            case messages.ListPrefixes(cache_salt, limit):
+                self._reply(self._engine.prefixes.list(cache_salt, limit))
             case messages.Check():
                 self._engine.check()
                 self._reply()
             case messages.Shutdown():
                 self._stopping = True
         self._rested = False
+
+    def _changed(self, value: Any) -> None:
+        """Answer a message that has changed the cache, after the gauges that show it."""
+        self._report(StepResult((), self._engine.stats()))
+        self._reply(value)
 
     def _reply(self, value: Any = None) -> None:
         """Answer the message that was taken last."""

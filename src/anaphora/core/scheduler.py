@@ -292,6 +292,7 @@ class Scheduler:
             stats.queries += sequence.num_prompt
             stats.hits += report.cached_tokens
             stats.requests_hit += report.cached_tokens > 0
+            self.cache.usage.hit(match.blocks, now)
 
     # --- taking results --------------------------------------------------------------------------------------------
 

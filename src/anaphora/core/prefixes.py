@@ -1,0 +1,105 @@
+"""Beginnings that prompts share: which save most, and which are kept whatever comes."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+
+from anaphora.cache.hashing import BlockHash, root_hash, unpack
+from anaphora.cache.manager import CacheManager
+from anaphora.cache.pins import Pin
+from anaphora.cache.usage import Used
+from anaphora.errors import InvalidRequest, NotFound
+from anaphora.types import PinReport, Prefix, PrefixList, SharedPrefix
+
+EDGE_TOKENS = 64
+"""Tokens at the beginning and at the end of a prefix that a list shows."""
+
+
+class Prefixes:
+    """The pins and the usage of a cache, for requests of at most ``max_model_len`` tokens.
+
+    Pins leave room for a request of that length, so that no request waits for blocks that never come.
+    """
+
+    def __init__(
+        self,
+        cache: CacheManager,
+        identity: str,
+        max_model_len: int,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._cache = cache
+        self._identity = identity
+        self._max_model_len = max_model_len
+        self._clock = clock
+
+    def pin(self, prefixes: Sequence[Prefix]) -> tuple[PinReport, ...]:
+        """Keep these, what is computed and what will be. InvalidRequest, and nothing done, where one cannot be kept."""
+        pins = [self._pin_of(prefix) for prefix in prefixes]
+        fresh = self._cache.pin(pins, self._reserved)
+        return tuple(self._report(pin, new) for pin, new in zip(pins, fresh, strict=True))
+
+    def unpin(self, prefixes: Sequence[Prefix], ids: Sequence[str]) -> tuple[PinReport, ...]:
+        """Keep none of them any longer; says what was kept. NotFound, and nothing done, where one is not pinned."""
+        known = self._cache.pins.by_id
+        wanted = list(dict.fromkeys([*(self._pin_of(prefix).id for prefix in prefixes), *ids]))
+        if missing := [id for id in wanted if id not in known]:
+            raise NotFound(
+                f"{missing[0]:.80} is not pinned; GET /v1/cache/prefixes lists what is pinned under a salt", param="id"
+            )
+        pins = [known[id] for id in wanted]
+        reports = tuple(map(self._report, pins))
+        for pin in pins:
+            self._cache.pins.remove(pin)
+        return reports
+
+    def list(self, cache_salt: str | None, limit: int) -> PrefixList:
+        """The ``limit`` shared beginnings under a salt that save most, and its pins."""
+        root = root_hash(self._identity, cache_salt)
+        shared = self._cache.usage.shared(root)
+        pins = [self._report(pin, edges=True) for pin in self._cache.pins.by_id.values() if pin.root == root]
+        return PrefixList(
+            tuple(map(self._shared, shared[:limit])),
+            len(shared),
+            tuple(pins),
+            self._cache.pins.blocks_with(()),
+            max(self._cache.pool.total - self._reserved, 0),
+        )
+
+    @property
+    def _reserved(self) -> int:
+        return self._cache.blocks_for(self._max_model_len)
+
+    def _root(self, prefix: Prefix) -> BlockHash:
+        return root_hash(self._identity, prefix.cache_salt)
+
+    def _pin_of(self, prefix: Prefix) -> Pin:
+        tokens = len(prefix.token_ids)
+        if not 0 < tokens < self._max_model_len:
+            raise InvalidRequest(
+                f"a prefix must have at least 1 token and at most {self._max_model_len - 1}, so that a request can "
+                f"begin with it; this one has {tokens}",
+                param="prompt",
+            )
+        return self._cache.pin_of(prefix.token_ids, self._root(prefix))
+
+    def _report(self, pin: Pin, new: bool = False, *, edges: bool = False) -> PinReport:
+        start, end = _edges(pin.packed) if edges else ((), ())
+        return PinReport(pin.id, pin.tokens, self._cache.pins.kept(pin), new, start, end)
+
+    def _shared(self, used: Used) -> SharedPrefix:
+        size = self._cache.block_size
+        return SharedPrefix(
+            used.depth * size,
+            used.hits,
+            used.saved * size,
+            max(self._clock() - used.last_hit, 0.0),
+            self._cache.pins.holds(used.block),
+            *_edges(self._cache.usage.packed(used.block)),
+        )
+
+
+def _edges(packed: bytes) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    ids = unpack(packed)
+    return (tuple(ids), ()) if len(ids) <= 2 * EDGE_TOKENS else (tuple(ids[:EDGE_TOKENS]), tuple(ids[-EDGE_TOKENS:]))
