@@ -38,7 +38,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "anaphora.llm": BASE | {"anaphora.core.engine", "anaphora.model", "anaphora.text", "rich"},
     "anaphora.server": BASE
     | {"anaphora.core.client", "anaphora.core.process", "anaphora.text", "anaphora.observe"}
-    | {"starlette", "uvicorn", "uvloop", "msgspec", "prometheus_client"},
+    | {"starlette", "uvicorn", "uvloop", "httptools", "msgspec", "prometheus_client"},
     "anaphora.tools": BASE,
     "anaphora.tools.bench": BASE
     | {"anaphora.llm", "anaphora.text", "anaphora.observe.record"}

@@ -161,11 +161,16 @@ class ServerConfig:
     max_body_bytes: int = option(
         32 * 2**20, "largest request body that is read", parse=parse_bytes, metavar="SIZE", flag="--max-body-size"
     )
+    shutdown_timeout: float = option(
+        5.0, "seconds that running requests have after SIGINT or SIGTERM; then they are aborted", metavar="SECONDS"
+    )
     enable_auto_tool_choice: bool = option(False, "read tool calls out of answers; needs --tool-call-parser")
     tool_call_parser: str | None = option(None, "the form in which the model writes tool calls", choices=("hermes",))
     log_interval: float = option(10.0, "seconds between the log lines with rates under load", hidden=True)
 
     def __post_init__(self) -> None:
+        if not 0 <= self.shutdown_timeout < float("inf"):
+            raise ConfigError(f"--shutdown-timeout must be a number of seconds from 0, got {self.shutdown_timeout}")
         if self.enable_auto_tool_choice and self.tool_call_parser is None:
             raise ConfigError("--enable-auto-tool-choice needs --tool-call-parser, such as hermes")
         if self.record_prompts and self.record is None:

@@ -40,6 +40,14 @@ class NotFound(AnaphoraError):
     code = "not_found"
 
 
+class RequestTimeout(AnaphoraError):
+    """The client took too long to send its request."""
+
+    status = 408
+    exit_code = 2
+    code = "request_timeout"
+
+
 class Conflict(AnaphoraError):
     """The server's present state does not allow it (a reset while requests are running)."""
 

@@ -233,6 +233,57 @@ def test_a_signal_ends_server_and_engine_under_load(tmp_path: Path, number: sign
         assert not alive
 
 
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["SIGINT", "SIGTERM"])
+def test_requests_that_outlast_the_grace_are_told_so(tmp_path: Path, number: signal.Signals) -> None:
+    body = {"prompt": "x", "max_tokens": 4000, "ignore_eos": True}
+    log = tmp_path / "log.jsonl"
+    with (
+        fake_server(tmp_path / "model", SLOW, shutdown_timeout=0.3, record=str(log)) as running,
+        concurrent.futures.ThreadPoolExecutor(1) as pool,
+        httpx.stream("POST", f"{running.url}/v1/completions", json=body | {"stream": True}, timeout=30) as response,
+    ):
+        waiting = pool.submit(httpx.post, f"{running.url}/v1/completions", json=body, timeout=30)
+        lines = response.iter_lines()
+        next(lines)
+        until(lambda: metric(running.url, "vllm:num_requests_running") == 2)
+        running.process.send_signal(number)
+        rest = [line for line in lines if line]
+        error = json.loads(rest[-2].removeprefix("data: "))["error"]
+        assert rest[-1] == "data: [DONE]"
+        assert waiting.result().status_code == 503
+        for told in (error, waiting.result().json()["error"]):
+            assert told["type"] == "engine_dead"
+            assert f"told to end ({number.name})" in told["message"]
+        assert running.process.wait(20) == 0
+    said = "".join(running.log)
+    assert f"{number.name}: ending; running requests: 2, with 0.3 s to finish" in said
+    assert "aborted incomplete requests: 2" in said
+    assert " ERROR " not in said
+    assert "Traceback" not in said
+    assert running.log[-1].endswith(" ended\n")
+    assert [record.finish for record in read(log)] == ["error", "error"]
+
+
+def test_two_signals_end_a_server_whose_engine_hangs(tmp_path: Path) -> None:
+    with fake_server(tmp_path / "model", SLOW, shutdown_timeout=1000) as running:
+        engine = next(
+            child
+            for child in psutil.Process(running.process.pid).children()
+            if "core.process" in " ".join(child.cmdline())
+        )
+        engine.suspend()
+        body = {"prompt": "x", "max_tokens": 40, "stream": True}
+        with concurrent.futures.ThreadPoolExecutor(1) as pool:
+            waiting = pool.submit(httpx.post, f"{running.url}/v1/completions", json=body, timeout=30)
+            until(lambda: httpx.get(f"{running.url}/load").json() == {"server_load": 1})
+            running.process.send_signal(signal.SIGINT)
+            until(lambda: any("ending; running requests: 1," in line for line in running.log))
+            running.process.send_signal(signal.SIGINT)
+            assert waiting.result().status_code == 503
+        assert running.process.wait(20) == 0
+        assert not psutil.wait_procs([engine], 10)[1]
+
+
 def test_a_short_request_is_served_to_its_end_after_the_signal(tmp_path: Path) -> None:
     with fake_server(tmp_path / "model", SLOW) as running:
         body = {"prompt": "x", "max_tokens": 50, "ignore_eos": True, "stream": True, "return_token_ids": True}

@@ -85,16 +85,3 @@ async def test_a_client_that_leaves_a_stream_ends_its_request(tmp_path: Path) ->
         assert len(sent) < 50
         assert len(bench.engine.aborted) == 2
         assert not bench.engine.running
-
-
-async def test_the_end_of_the_server_is_an_answer_to_who_waits(bench: Bench) -> None:
-    bench.engine.hold = asyncio.Event()  # never set: the request would wait for ever
-    call = asyncio.create_task(bench.client.post("/v1/completions", json={"prompt": "x"}))
-    while not bench.engine.running:
-        await asyncio.sleep(0)
-    call.cancel()
-    response = await call
-    assert response.status_code == 503
-    assert "told to end" in response.json()["error"]["message"]
-    assert len(bench.engine.aborted) == 1
-    assert bench.service.in_flight == 0

@@ -91,6 +91,10 @@ class EngineProcess:
             await asyncio.wait_for(asyncio.shield(self._relay), LAST_WORDS_S)
         return code
 
+    def kill(self) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            self._process.kill()
+
     async def stop(self, grace_s: float) -> None:
         """End it for certain: wait ``grace_s``, then SIGTERM, then SIGKILL."""
         for force, patience_s in ((None, grace_s), (signal.SIGTERM, TERMINATE_S), (signal.SIGKILL, None)):
@@ -198,6 +202,15 @@ class EngineClient:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         self._socket.close()
         self._context.term()
+
+    def fail(self, reason: str) -> None:
+        """End every request, and all that come, with EngineDead(reason); the engine itself is ended by ``close``."""
+        self._die(reason)
+
+    def kill(self) -> None:
+        """End the engine process at once."""
+        if self._child is not None:
+            self._child.kill()
 
     @property
     def pid(self) -> int:

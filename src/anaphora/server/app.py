@@ -27,7 +27,7 @@ from anaphora.errors import AnaphoraError, ConfigError
 from anaphora.observe.log import describe_pool
 from anaphora.observe.record import open_log
 from anaphora.server.asgi import KeyGuard
-from anaphora.server.http import Server
+from anaphora.server.lifetime import Ending, Server
 from anaphora.server.routes import on_crash, on_error, on_http_error, routes
 from anaphora.server.service import Names, Service, TextSide
 from anaphora.text.chat import ChatTemplate
@@ -93,8 +93,8 @@ def serve(engine_config: EngineConfig, server_config: ServerConfig, source: Sour
     """Serve the model until SIGINT or SIGTERM; returns the exit code.
 
     A taken port or a log that cannot be written is told at once, before the model is loaded (ConfigError). Requests
-    that run at the end get a few seconds (server.http.GRACE_S); a second signal cuts that short. The engine process
-    ends with the server in every case.
+    that run at the end get ``shutdown_timeout`` seconds; a second signal cuts that short and kills the engine process,
+    which ends with the server in every case.
     """
     _configure_logging()
     if server_config.record is not None:
@@ -113,22 +113,21 @@ async def _serve(
     config: EngineConfig, server_config: ServerConfig, source: Source, listeners: list[socket.socket]
 ) -> None:
     began = time.monotonic()
-    stop = asyncio.Event()
-    ending = asyncio.create_task(stop.wait())
-    server: Server | None = None
-
-    def end() -> None:
-        if stop.is_set() and server is not None:
-            server.force_exit = True
-        stop.set()
-
-    for number in (signal.SIGINT, signal.SIGTERM):
-        asyncio.get_running_loop().add_signal_handler(number, end)
+    ending = Ending()
+    told = asyncio.create_task(ending.told.wait())
     starting = asyncio.create_task(EngineClient.start(config))
     loading = asyncio.create_task(asyncio.to_thread(load_text, source.folder, config))
+
+    def on_signal(number: int) -> None:
+        ending.signal(number)
+        if ending.at_once.is_set() and _came(starting):
+            starting.result().kill()
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(number, on_signal, number)
     try:
-        if not await _before(asyncio.gather(starting, loading), ending):
-            logger.info("ended before the engine was ready")
+        if not await _before(asyncio.gather(starting, loading), told):
+            logger.info("%s: ended before the engine was ready", ending.why)
             return
         client, text = starting.result(), loading.result()
         names = Names(config.model.served_model_name or (source.name,), source.name)
@@ -138,15 +137,25 @@ async def _serve(
         logger.info("%s", describe_pool(client.info))
         gc.collect()
         gc.freeze()  # what is there now stays; the collector need not look at it again
-        server = Server(build_app(service), stop, lambda: _announce(names.served, listeners[0], began))
+        server = Server(
+            build_app(service),
+            ending,
+            server_config.shutdown_timeout,
+            client.fail,
+            lambda: _announce(names.served, listeners[0], began),
+        )
         try:
             await server.serve(sockets=listeners)
         finally:
-            await server.cancel_rest()
             service.close()
     finally:
-        ending.cancel()
+        told.cancel()
         await _close(starting)
+        logger.info("ended")
+
+
+def _came(starting: asyncio.Task[EngineClient]) -> bool:
+    return starting.done() and not starting.cancelled() and starting.exception() is None
 
 
 async def _before(work: asyncio.Future[Any], end: asyncio.Task[bool]) -> bool:

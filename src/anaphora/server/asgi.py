@@ -11,7 +11,7 @@ from typing import Any
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from anaphora.errors import AnaphoraError, BodyTooLarge, EngineDead, InvalidRequest, Unauthorized
+from anaphora.errors import AnaphoraError, BodyTooLarge, InvalidRequest, Unauthorized
 from anaphora.server.protocol import MAX_REQUEST_ID_LENGTH, Body, parse
 from anaphora.server.responses import error_response
 from anaphora.server.service import Call, Service
@@ -58,7 +58,7 @@ class Post:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         header_id = request_id(scope)
-        answer_send = _Sender(send, header_id)
+        answer_send = _with_id(send, header_id)
         try:
             body = await read_body(scope, receive, self._service.config.max_body_bytes)
         except BodyTooLarge as error:
@@ -69,11 +69,6 @@ class Post:
         self._service.in_flight += 1
         try:
             await until_disconnect(self._answer(body, header_id, scope, answer_send), receive)
-        except asyncio.CancelledError:
-            # From outside only the server's end cancels a request, when its time of grace is over.
-            if not answer_send.begun:
-                error = EngineDead("the server was told to end before this answer was complete")
-                await error_response(error)(scope, _nothing_more, answer_send)
         finally:
             self._service.in_flight -= 1
 
@@ -158,17 +153,15 @@ def request_id(scope: Scope) -> str | None:
     return given
 
 
-class _Sender:
-    """Passes an answer on, with the client's X-Request-Id in its head; ``begun`` says whether the head was sent."""
+def _with_id(send: Send, client_id: str | None) -> Send:
+    """``send``, which puts the client's X-Request-Id into the answer's head where it gave one."""
+    if client_id is None:
+        return send
+    header = (b"x-request-id", client_id.encode())
 
-    def __init__(self, send: Send, client_id: str | None) -> None:
-        self.begun = False
-        self._send = send
-        self._client_id = client_id
-
-    async def __call__(self, message: Any) -> None:
+    async def with_id(message: Any) -> None:
         if message["type"] == "http.response.start":
-            self.begun = True
-            if self._client_id is not None:
-                message["headers"] = [*message["headers"], (b"x-request-id", self._client_id.encode())]
-        await self._send(message)
+            message["headers"] = [*message["headers"], header]
+        await send(message)
+
+    return with_id
