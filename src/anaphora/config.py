@@ -25,6 +25,14 @@ def parse_bytes(text: str | int) -> int:
     return int(float(match[1]) * _UNITS[match[2]])
 
 
+def parse_gib(text: str) -> float:
+    """A size in GiB, such as ``24`` or ``23.5``."""
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(?:Gi?B?)?\s*", text)
+    if not match:
+        raise ConfigError(f"{text!r} is no size in GiB: write a number, such as 24")
+    return float(match[1])
+
+
 def parse_count(text: str) -> int:
     """A number of tokens as vLLM reads it: ``32768``, ``32k`` (powers of 1000) or ``32K`` (powers of 1024)."""
     match = re.fullmatch(r"\s*(\d+|\d+\.\d+(?=[kmg]))([kKmMgG]?)\s*", text)
@@ -107,6 +115,13 @@ class CacheConfig:
         metavar="0..1",
         cpu_note="it has no effect on a CPU, where --kv-cache-memory-bytes sets the size of the cache",
     )
+    gpu_memory: float | None = option(
+        None,
+        "use the GPU as if it had this many GiB, such as 24; --gpu-memory-utilization is a share of them",
+        parse=parse_gib,
+        metavar="GIB",
+        cpu_note="it has no effect on a CPU, where --kv-cache-memory-bytes sets the size of the cache",
+    )
     kv_cache_memory_bytes: int | None = option(
         None,
         "exact size of the block pool, such as 512M or 4G (CPU default: a quarter of free memory, at most 4G)",
@@ -126,6 +141,8 @@ class CacheConfig:
             raise ConfigError(
                 f"--gpu-memory-utilization must be above 0 and at most 1, got {self.gpu_memory_utilization}"
             )
+        if self.gpu_memory is not None and not 0 < self.gpu_memory < 2**20:
+            raise ConfigError(f"--gpu-memory must be a number of GiB above 0, got {self.gpu_memory:g}")
 
 
 @dataclass(frozen=True)
@@ -215,7 +232,8 @@ def _setting(spec: Field[Any], value: Any) -> Any:
         return tuple(named)
     if isinstance(value, str) and "parse" in spec.metadata:
         return spec.metadata["parse"](value)
-    kind = int if "parse" in spec.metadata else str if spec.default is None else type(spec.default)
+    parse = spec.metadata.get("parse")
+    kind = float if parse is parse_gib else int if parse else str if spec.default is None else type(spec.default)
     wanted = (int, float) if kind is float else kind
     free = value is None and spec.default is None
     if not free and (not isinstance(value, wanted) or (isinstance(value, bool) and kind is not bool)):

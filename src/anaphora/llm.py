@@ -61,6 +61,7 @@ class Settings(TypedDict, total=False):
     enable_prefix_caching: bool
     block_size: int
     gpu_memory_utilization: float
+    gpu_memory: float | None
     kv_cache_memory_bytes: int | str | None
     kv_cache_dtype: str
     max_num_seqs: int

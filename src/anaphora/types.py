@@ -266,7 +266,8 @@ class ModelInfo:
     """What the engine and the server must know of a loaded model and its pool.
 
     ``num_blocks`` includes the null block (id 0), which padding writes to and which the cache never hands out.
-    ``identity`` covers weights and KV dtype and is the root of every block hash.
+    ``identity`` covers weights and KV dtype and is the root of every block hash. ``activation_bytes`` is what the
+    largest step takes for a while, ``graph_bytes`` what CUDA graphs hold; both are 0 on a CPU.
     """
 
     name: str
@@ -280,6 +281,8 @@ class ModelInfo:
     kv_dtype: str
     device: str
     weights_bytes: int = 0
+    activation_bytes: int = 0
+    graph_bytes: int = 0
 
 
 class Runner(Protocol):

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 
@@ -16,6 +17,10 @@ def test_the_start_line_says_what_fits() -> None:
     assert "block_size=16" in line
     assert "16,000 tokens fit" in line
     assert "4.00 requests of the full 4,000 tokens" in line
+    assert line.startswith("memory: KV blocks 0.98 GiB; ")
+    model = replace(info.model, weights_bytes=2**31, activation_bytes=2**29, graph_bytes=2**28)
+    line = describe_pool(replace(info, model=model))
+    assert line.startswith("memory: weights 2.00 GiB, activations 0.50 GiB, CUDA graphs 0.25 GiB, KV blocks 0.98 GiB; ")
 
 
 def test_a_request_line_gives_the_reason_of_a_miss_only() -> None:

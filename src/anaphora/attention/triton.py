@@ -26,6 +26,8 @@ from anaphora.types import BlockCopy
 MIN_BLOCK_SIZE = 16
 MAX_KEY_SIZE = 576
 PROGRAMS_PER_PROCESSOR = 2
+COPY_BYTES = 64 * 2**20
+"""What copies of blocks take for a while; no step plans for more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +63,7 @@ class TritonAttention:
         self, layouts: Sequence[KVLayout], num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
     ) -> None:
         self.check_block_size(block_size)
-        _check(layouts)
+        self.check_layouts(layouts)
         self._layouts = layouts
         self._block_size = block_size
         self._device = device
@@ -89,6 +91,17 @@ class TritonAttention:
                 param="block_size",
             )
 
+    @staticmethod
+    def check_layouts(layouts: Sequence[KVLayout]) -> None:
+        """ConfigError for layers that the kernels do not take."""
+        for index, layout in enumerate(layouts):
+            sizes = (layout.key_size, layout.value_size)
+            if min(sizes) < 16 or max(sizes) > MAX_KEY_SIZE or any(size % 8 for size in sizes):
+                raise ConfigError(
+                    f"layer {index} has keys of {sizes[0]} and values of {sizes[1]} elements; the GPU's kernels take "
+                    f"multiples of 8 from 16 to {MAX_KEY_SIZE}: use --device cpu"
+                )
+
     @property
     def pools(self) -> list[Tensor]:
         """One ``[token slots, width]`` a layer; layers of one width are slices of one tensor.
@@ -107,7 +120,9 @@ class TritonAttention:
         targets = np.repeat([copy.target * size for copy in copies], filled) + offsets
         index = to_device(np.stack((sources, targets)), self._device)
         for pool in {id(pool): pool for pool, _ in self._pools}.values():
-            pool[:, index[1]] = pool[:, index[0]]
+            at_once = max(1, COPY_BYTES // (len(pool) * pool.shape[2] * pool.element_size()))
+            for source, target in zip(index[0].split(at_once), index[1].split(at_once), strict=True):
+                pool[:, target] = pool[:, source]
 
     def plan(self, layout: StepLayout) -> None:
         self._layout = layout
@@ -238,16 +253,6 @@ class TritonAttention:
             "ieee" if exact else "tf32",
             num_warps=shape.warps, num_stages=shape.stages,
         )  # fmt: skip
-
-
-def _check(layouts: Sequence[KVLayout]) -> None:
-    for index, layout in enumerate(layouts):
-        sizes = (layout.key_size, layout.value_size)
-        if min(sizes) < 16 or max(sizes) > MAX_KEY_SIZE or any(size % 8 for size in sizes):
-            raise ConfigError(
-                f"layer {index} has keys of {sizes[0]} and values of {sizes[1]} elements; the GPU's kernels take "
-                f"multiples of 8 from 16 to {MAX_KEY_SIZE}"
-            )
 
 
 def _make_pools(

@@ -55,6 +55,31 @@ class LoadedModel:
         return {"use_cache": False} | ({} if self.tap is None else {self.cache_keyword: self.tap})
 
 
+@dataclass(frozen=True, slots=True)
+class Sketch:
+    """What the config alone shows of a model. ``layouts`` are empty where only the weights tell."""
+
+    dtype: torch.dtype
+    weights_bytes: int
+    layouts: tuple[KVLayout, ...]
+
+
+def sketch(settings: ModelConfig, device: torch.device) -> Sketch:
+    """The model without its weights. Raises ModelError as ``load_model`` does."""
+    folder = Path(str(settings.model))
+    config = _read_config(folder, settings.trust_remote_code)
+    check_config(config, folder)
+    rope_window(config, folder, settings.max_model_len)
+    dtype, _ = _choose_dtype(settings.dtype, config, folder, device)
+    model = _random_weights(config, dtype, settings.trust_remote_code, torch.device("meta"))
+    weights = sum(tensor.nbytes for tensor in model.parameters())
+    try:
+        layouts = _probe(model, folder)[0]
+    except ModelError:  # code that looks at values; if there is another reason, it comes up again with the weights
+        layouts = ()
+    return Sketch(dtype, weights, layouts)
+
+
 def load_model(settings: ModelConfig, device: torch.device) -> LoadedModel:
     """Load ``settings.model``, a local folder. Raises ModelError, which names the model and the reason."""
     folder = Path(str(settings.model))

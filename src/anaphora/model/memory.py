@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import psutil
 import torch
 
 from anaphora.attention.base import FLOAT8
-from anaphora.config import CacheConfig
+from anaphora.config import CacheConfig, EngineConfig
 from anaphora.errors import ConfigError
 
 DEFAULT_POOL_BYTES = 4 * 2**30
@@ -22,6 +23,7 @@ _KV_DTYPES = {
     "fp8_e4m3": FLOAT8,
 }
 _GPU_ONLY = ("float16", "fp8", "fp8_e4m3")
+_BFLOAT16_CAPABILITY = (8, 0)
 _FLOAT8_CAPABILITY = (8, 9)
 """The first NVIDIA generation whose processors convert float8 (Ada)."""
 
@@ -56,6 +58,16 @@ def kv_cache_dtype(cache: CacheConfig, model_dtype: torch.dtype, device: torch.d
     return dtype
 
 
+def check_dtype(dtype: torch.dtype, device: torch.device) -> None:
+    """ConfigError where the GPU's processors do not compute in ``dtype``."""
+    if dtype == torch.bfloat16 and (found := torch.cuda.get_device_capability(device)) < _BFLOAT16_CAPABILITY:
+        raise ConfigError(
+            f"bfloat16 needs a GPU of compute capability 8.0 or later; this one ({torch.cuda.get_device_name(device)}) "
+            f"has {found[0]}.{found[1]}: use --dtype float16",
+            param="dtype",
+        )
+
+
 def free_bytes(device: torch.device) -> int:
     """Free memory of the GPU, or of the host."""
     if device.type == "cuda":
@@ -63,43 +75,131 @@ def free_bytes(device: torch.device) -> int:
     return int(psutil.virtual_memory().available)
 
 
-def count_blocks(
+@dataclass(frozen=True, slots=True)
+class PoolSize:
+    """``blocks`` with the null block; ``activation_bytes`` is what the largest step takes for a while."""
+
+    blocks: int
+    activation_bytes: int = 0
+
+
+def limit(cache: CacheConfig, device: torch.device) -> None:
+    """Hold this process to ``--gpu-memory``: beyond it, allocations fail as they would on a card of that size."""
+    if device.type != "cuda":
+        return
+    free, total = torch.cuda.mem_get_info(device)
+    others = total - free - torch.cuda.memory_reserved(device)  # the driver's part, and that of other processes
+    left = _card_bytes(cache, total) - others
+    if left <= 0:
+        raise ConfigError(
+            f"--gpu-memory {cache.gpu_memory:g} leaves nothing: {_gib(others)} of the GPU's memory are in use already",
+            param="gpu_memory",
+        )
+    torch.cuda.set_per_process_memory_fraction(min(left / total, 1.0), device)
+
+
+def check_card(config: EngineConfig, weights_bytes: int, token_bytes: int, device: torch.device) -> None:
+    """Refuse a card that is too small, before the weights are read.
+
+    ``token_bytes`` of KV cache a token, 0 where they are not known yet. Raises ConfigError.
+    """
+    allowed, of = _allowed(config.cache, device)
+    free, total = torch.cuda.mem_get_info(device)
+    left = allowed - (total - free) + torch.cuda.memory_reserved(device)
+    if weights_bytes >= left:
+        raise ConfigError(
+            f"the weights take {_gib(weights_bytes)} and only {_gib(max(left, 0))} of the GPU's memory can be used "
+            f"({of}): use a larger GPU, a smaller model"
+            + ("" if config.cache.gpu_memory is None else ", a larger --gpu-memory")
+            + " or, if nothing else runs there, a higher --gpu-memory-utilization",
+            param="gpu_memory_utilization",
+        )
+    wanted = config.model.max_model_len
+    if wanted is not None and config.cache.kv_cache_memory_bytes is None:
+        check_length(wanted, (left - weights_bytes) // max(token_bytes, 1), token_bytes)
+
+
+def check_length(max_model_len: int, holds: int, token_bytes: int) -> None:
+    """ConfigError if one request of ``max_model_len`` tokens does not fit into the ``holds`` tokens of the KV cache."""
+    if token_bytes and max_model_len > holds:
+        raise ConfigError(
+            f"--max-model-len {max_model_len} needs {_gib(max_model_len * token_bytes)} of KV cache for one request, "
+            f"and there is room for {max(holds, 0)} tokens ({_gib(max(holds, 0) * token_bytes)}): lower it, raise "
+            "--gpu-memory-utilization, or use --kv-cache-dtype fp8",
+            param="max_model_len",
+        )
+
+
+def size_pool(
     cache: CacheConfig, bytes_per_block: int, device: torch.device, largest_step: Callable[[], None], reserve: int
-) -> int:
-    """Blocks of the pool, the null block included.
+) -> PoolSize:
+    """How many blocks the pool gets.
 
     On a GPU ``largest_step`` runs the step that needs most memory, and ``reserve`` bytes are kept beside it.
     Raises ConfigError where not even one block has room.
     """
-    size, flag = cache.kv_cache_memory_bytes, "--kv-cache-memory-bytes"
+    size, peak, flag = cache.kv_cache_memory_bytes, 0, "--kv-cache-memory-bytes"
+    account = ""
     if device.type == "cuda":
         peak = _peak(largest_step)
         if size is None:
-            size, flag = _left(cache.gpu_memory_utilization, peak + reserve), "--gpu-memory-utilization"
+            flag = "--gpu-memory-utilization"
+            allowed, of = _allowed(cache, device)
+            free, total = torch.cuda.mem_get_info(device)
+            size = allowed - (total - free) - peak - reserve
+            account = (
+                f" ({of}; {_gib(total - free)} are in use, {_gib(peak)} are for the largest step, {_gib(reserve)} for "
+                "CUDA graphs; --max-num-batched-tokens and --max-num-seqs make these smaller)"
+            )
     elif size is None:
         size = min(free_bytes(device) // 4, DEFAULT_POOL_BYTES)
     blocks = size // bytes_per_block
     if blocks < 2:
         raise ConfigError(
             f"a pool of {max(size, 0)} bytes holds no KV block: one is {bytes_per_block} bytes ({cache.block_size} "
-            f"tokens), and one more is kept for padding; {flag} must leave at least {2 * bytes_per_block}",
+            f"tokens), and one more is kept for padding; {flag} must leave at least {2 * bytes_per_block}{account}",
             param=flag[2:].replace("-", "_"),
         )
-    return blocks
+    return PoolSize(blocks, peak)
 
 
 def _peak(largest_step: Callable[[], None]) -> int:
     """Bytes that the step takes for a while, on top of what was there."""
+    torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
-    largest_step()
+    try:
+        largest_step()
+    except torch.OutOfMemoryError as error:
+        raise ConfigError(
+            "the largest step does not fit into the GPU's memory beside the weights: lower --max-num-batched-tokens or "
+            f"--max-num-seqs ({str(error).partition('. ')[0]})",
+            param="max_num_batched_tokens",
+        ) from error
     torch.cuda.synchronize()
     peak = torch.cuda.max_memory_allocated() - before
     torch.cuda.empty_cache()
     return peak
 
 
-def _left(utilization: float, peak: int) -> int:
-    """What ``utilization`` of the GPU's memory leaves beside what is in use now and ``peak``."""
-    free, total = torch.cuda.mem_get_info()
-    return int(total * utilization) - (total - free) - peak
+def _allowed(cache: CacheConfig, device: torch.device) -> tuple[int, str]:
+    """Bytes of the GPU that may be used, and where the number comes from."""
+    total = torch.cuda.mem_get_info(device)[1]
+    card = _card_bytes(cache, total)
+    whose = "--gpu-memory" if cache.gpu_memory is not None else torch.cuda.get_device_name(device)
+    share = cache.gpu_memory_utilization
+    return int(card * share), f"{share:g} of {_gib(card)}: --gpu-memory-utilization of {whose}"
+
+
+def _card_bytes(cache: CacheConfig, total: int) -> int:
+    if cache.gpu_memory is None:
+        return total
+    if cache.gpu_memory * 2**30 > total:
+        raise ConfigError(
+            f"--gpu-memory {cache.gpu_memory:g} is more than the GPU has, which is {_gib(total)}", param="gpu_memory"
+        )
+    return int(cache.gpu_memory * 2**30)
+
+
+def _gib(size: float) -> str:
+    return f"{size / 2**30:.2f} GiB"

@@ -19,8 +19,17 @@ from anaphora.config import EngineConfig
 from anaphora.errors import StepFailed
 from anaphora.model.graphs import DecodeGraphs
 from anaphora.model.inputs import StepInputs, flatten
-from anaphora.model.loader import LoadedModel, base_of, load_model
-from anaphora.model.memory import choose_device, count_blocks, free_bytes, kv_cache_dtype
+from anaphora.model.loader import LoadedModel, base_of, load_model, sketch
+from anaphora.model.memory import (
+    check_card,
+    check_dtype,
+    check_length,
+    choose_device,
+    free_bytes,
+    kv_cache_dtype,
+    limit,
+    size_pool,
+)
 from anaphora.model.sampling import Drawn, Sampler
 from anaphora.model.source import resolve
 from anaphora.types import Batch, Chunk, Join, ModelInfo, SamplingParams, StepOutput, TokenLogprobs
@@ -52,10 +61,22 @@ def load(config: EngineConfig) -> ModelRunner:
     """Load ``config.model.model``, a local folder, and make the block pool. Raises ModelError and ConfigError."""
     device = choose_device(config.model.device)
     if device.type == "cuda":
-        from anaphora.attention.triton import TritonAttention  # triton comes with torch for GPUs only
-
-        TritonAttention.check_block_size(config.cache.block_size)
+        _check_before_loading(config, device)
+    limit(config.cache, device)
     return ModelRunner(config, load_model(config.model, device), device)
+
+
+def _check_before_loading(config: EngineConfig, device: torch.device) -> None:
+    """What can be known without the weights: ConfigError for kernels that do not take it, and a card too small."""
+    from anaphora.attention.triton import TritonAttention  # triton comes with torch for GPUs only
+
+    TritonAttention.check_block_size(config.cache.block_size)
+    found = sketch(config.model, device)
+    check_dtype(found.dtype, device)
+    TritonAttention.check_layouts(found.layouts)
+    kv_dtype = kv_cache_dtype(config.cache, found.dtype, device)
+    token_bytes = sum(layout.token_bytes(kv_dtype) for layout in found.layouts)
+    check_card(config, found.weights_bytes, token_bytes, device)
 
 
 class ModelRunner:
@@ -99,12 +120,19 @@ class ModelRunner:
             del self._backend, self._layers
 
         reserve = DecodeGraphs.bytes_needed(seqs, loaded.vocab_size)
-        blocks = count_blocks(config.cache, bytes_per_block, self._device, largest_step, reserve)
-        make(blocks)
+        pool = size_pool(config.cache, bytes_per_block, self._device, largest_step, reserve)
+        make(pool.blocks)
+        graph_bytes = 0
         if self._device.type == "cuda":
+            if config.model.max_model_len is not None:
+                token_bytes = bytes_per_block // self._block_size
+                check_length(config.model.max_model_len, (pool.blocks - 1) * self._block_size, token_bytes)
             self._rehearse([1] * min(seqs, budget))
+            graph_bytes = free_bytes(self._device)
             self._capture(seqs, loaded)
-        self.info = _describe(config, loaded, (kv_dtype, blocks, bytes_per_block), self._device)
+            graph_bytes -= free_bytes(self._device)
+        info = _describe(config, loaded, (kv_dtype, pool.blocks, bytes_per_block), self._device)
+        self.info = replace(info, activation_bytes=pool.activation_bytes, graph_bytes=max(graph_bytes, 0))
 
     def _capture(self, most_rows: int, loaded: LoadedModel) -> None:
         slower = "decode steps run without CUDA graphs, and slower"

@@ -19,9 +19,17 @@ def describe_pool(info: EngineInfo) -> str:
     """The start line on the KV cache. Block 0 takes padding and holds no tokens."""
     model = info.model
     tokens = (model.num_blocks - 1) * model.block_size
+    parts = {
+        "weights": model.weights_bytes,
+        "activations": model.activation_bytes,
+        "CUDA graphs": model.graph_bytes,
+        "KV blocks": model.num_blocks * model.bytes_per_block,
+    }
+    memory = ", ".join(f"{name} {size / 2**30:.2f} GiB" for name, size in parts.items() if size)
     return (
+        f"memory: {memory}; "
         f"KV cache: num_gpu_blocks={model.num_blocks}, block_size={model.block_size}, {tokens:,} tokens fit "
-        f"({model.num_blocks * model.bytes_per_block / 2**20:,.0f} MiB); "
+        f"({model.bytes_per_block / 2**10:,.0f} KiB a block); "
         f"{tokens / info.max_model_len:.2f} requests of the full {info.max_model_len:,} tokens fit at once"
     )
 
