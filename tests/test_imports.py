@@ -29,6 +29,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "anaphora.core.messages": BASE | {"msgspec"},
     "anaphora.core.process": BASE | {"msgspec", "zmq"},
     "anaphora.core.client": BASE | {"msgspec", "zmq"},
+    "anaphora.core.watchdog": BASE | {"psutil"},
     "anaphora.text": BASE | {"tokenizers", "jinja2"},
     "anaphora.attention": BASE | {"torch", "transformers", "triton", "numpy", "numba", "llvmlite"},
     "anaphora.model": BASE

@@ -65,7 +65,7 @@ class BodyTooLarge(AnaphoraError):
 
 
 class EngineDead(AnaphoraError):
-    """The engine process is gone; the message says why."""
+    """The engine process is gone or hangs; the message says why."""
 
     status = 503
     exit_code = 1

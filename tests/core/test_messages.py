@@ -48,6 +48,7 @@ INFO = EngineInfo(ModelInfo("m", "sha", 100, 64, 32, 16, 4096, "bfloat16", "bflo
         messages.FinishChoice("r", 1),
         messages.Reset(),
         messages.Check(),
+        messages.Ping(),
         messages.Shutdown(),
     ],
 )

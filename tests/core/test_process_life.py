@@ -11,6 +11,7 @@ import tempfile
 import psutil
 import pytest
 
+from anaphora.core import child as child_module
 from anaphora.core import client as client_module
 from anaphora.core.client import EngineClient
 from anaphora.errors import CacheInvariantError, EngineDead
@@ -168,7 +169,7 @@ def test_close_ends_everything_and_may_be_repeated() -> None:
 
 def test_an_engine_that_does_not_listen_is_ended_by_force(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(client_module, "SHUTDOWN_S", 0.05)
-    monkeypatch.setattr(client_module, "TERMINATE_S", 0.05)
+    monkeypatch.setattr(child_module, "TERMINATE_S", 0.05)
 
     async def main() -> None:
         async with started() as client:

@@ -23,6 +23,18 @@ async def test_models(bench: Bench) -> None:
     assert (await bench.client.get("/v1/models/other")).status_code == 404
 
 
+@pytest.mark.parametrize("trouble", ["dead", "hung"])
+async def test_health_says_what_is_wrong_with_the_engine(bench: Bench, trouble: str) -> None:
+    assert (await bench.client.get("/health")).json() == {"status": "ok"}
+    setattr(bench.engine, trouble, "it has gone for a walk")
+    for method, path in (("GET", "/health"), ("GET", "/ping"), ("POST", "/ping")):
+        answer = await bench.client.request(method, path)
+        assert answer.status_code == 503
+        assert answer.json()["error"]["message"] == "it has gone for a walk"
+    setattr(bench.engine, trouble, None)
+    assert (await bench.client.get("/health")).status_code == 200
+
+
 async def test_tokenize_and_back(bench: Bench) -> None:
     answer = (await bench.client.post("/tokenize", json={"prompt": "né", "return_token_strs": True})).json()
     assert answer["count"] == len(answer["tokens"]) == 3

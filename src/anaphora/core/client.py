@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
-import json
 import logging
 import signal
-import sys
 import tempfile
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
@@ -21,6 +18,8 @@ import zmq.asyncio
 
 from anaphora.config import EngineConfig
 from anaphora.core import messages
+from anaphora.core.child import LAST_WORDS_S, EngineProcess
+from anaphora.core.watchdog import Watchdog
 from anaphora.errors import AnaphoraError, ConfigError, EngineDead, InvalidRequest
 from anaphora.types import (
     EngineInfo,
@@ -38,78 +37,8 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-TAIL_LINES = 20
-# How long the process may take to end by itself (it finishes its step), and after SIGTERM, before SIGKILL.
+# How long the process may take to end by itself: it finishes its step.
 SHUTDOWN_S = 5.0
-TERMINATE_S = 3.0
-# How long a process that ended by itself is given for its last message to arrive here.
-LAST_WORDS_S = 1.0
-
-
-class EngineProcess:
-    """The child: its output goes to our standard error, and the last lines of it are kept for messages."""
-
-    def __init__(self, process: asyncio.subprocess.Process) -> None:
-        self._process = process
-        self._tail = ""
-        self._relay = asyncio.create_task(self._pass_output())
-
-    @classmethod
-    async def spawn(cls, config: EngineConfig, endpoint: str) -> EngineProcess:
-        # -P: a file in the user's working directory that is named like a library must not take its place.
-        process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-P", "-m", "anaphora.core.process"),
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.STDOUT,
-        )
-        child = cls(process)
-        assert process.stdin is not None
-        start = {"endpoint": endpoint, "config": dataclasses.asdict(config)}
-        process.stdin.write(json.dumps(start).encode() + b"\n")
-        return child
-
-    @property
-    def pid(self) -> int:
-        return self._process.pid
-
-    async def _pass_output(self) -> None:
-        assert self._process.stdout is not None
-        while data := await self._process.stdout.read(65536):
-            text = data.decode(errors="replace")
-            self._tail = "".join((self._tail + text).splitlines(keepends=True)[-TAIL_LINES:])[-8192:]
-            sys.stderr.write(text)
-            sys.stderr.flush()
-
-    def last_lines(self) -> str:
-        return self._tail.strip()
-
-    async def exited(self) -> int:
-        """Wait for the end of the process and of its output; returns the exit code (negative: the signal)."""
-        code = await self._process.wait()
-        with contextlib.suppress(TimeoutError):  # a child of the child could keep the output open
-            await asyncio.wait_for(asyncio.shield(self._relay), LAST_WORDS_S)
-        return code
-
-    def kill(self) -> None:
-        with contextlib.suppress(ProcessLookupError):
-            self._process.kill()
-
-    async def stop(self, grace_s: float) -> None:
-        """End it for certain: wait ``grace_s``, then SIGTERM, then SIGKILL."""
-        for force, patience_s in ((None, grace_s), (signal.SIGTERM, TERMINATE_S), (signal.SIGKILL, None)):
-            if force is not None:
-                with contextlib.suppress(ProcessLookupError):
-                    self._process.send_signal(force)
-            try:
-                await asyncio.wait_for(self._process.wait(), patience_s)
-                break
-            except TimeoutError:
-                continue
-        await self.exited()
-        self._relay.cancel()
-        assert self._process.stdin is not None
-        self._process.stdin.close()
 
 
 class _Stream:
@@ -125,7 +54,8 @@ class EngineClient:
     """An engine in a process of its own. Belongs to the event loop in which it was started.
 
     ``info`` and ``stats`` (the latest) come from the engine; ``on_step`` functions are called with each StepResult.
-    ``dead`` is the reason once the engine is gone, ``broken_books`` what the engine's idle check complained about.
+    ``dead`` is the reason once the engine is gone, ``hung`` one while it hangs, ``broken_books`` what the engine's idle
+    check complained about.
     """
 
     info: EngineInfo
@@ -141,6 +71,7 @@ class EngineClient:
         self._ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._last_words = asyncio.Event()
         self._child: EngineProcess | None = None
+        self._watchdog: Watchdog | None = None
         self._tasks: list[asyncio.Task[None]] = []
         self._closing: asyncio.Task[None] | None = None
         self._context = zmq.asyncio.Context()
@@ -165,6 +96,8 @@ class EngineClient:
                     asyncio.create_task(client._watch(client._child)),
                 ]
                 await client._ready
+                client._watchdog = Watchdog(client.pid, client._ping)
+                client._tasks.append(asyncio.create_task(client._watchdog.run()))
         except BaseException:
             await client.close()
             raise
@@ -202,6 +135,11 @@ class EngineClient:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         self._socket.close()
         self._context.term()
+
+    @property
+    def hung(self) -> str | None:
+        """What is wrong while the engine neither answers nor computes; then nothing new is taken."""
+        return self._watchdog.complaint if self._watchdog is not None else None
 
     def fail(self, reason: str) -> None:
         """End every request, and all that come, with EngineDead(reason); the engine itself is ended by ``close``."""
@@ -283,6 +221,7 @@ class EngineClient:
         await self._call(messages.Check(), type(None))
 
     def _open(self, request: Request) -> _Stream:
+        self._must_go_on()
         if request.id in self._streams:
             raise InvalidRequest(f"a request with the id {request.id!r} is running", param="request_id")
         stream = _Stream(request)
@@ -292,12 +231,20 @@ class EngineClient:
 
     async def _call(self, command: messages.Command, answer: type[T]) -> T:
         """Send a command that a Reply answers; its value, of type ``answer``. Raises the engine's refusal."""
+        self._must_go_on()
         number = self._send(command)
         self._calls[number] = asyncio.get_running_loop().create_future()
         try:
             return msgspec.convert(await self._calls[number], answer)
         finally:
             self._calls.pop(number, None)
+
+    async def _ping(self) -> None:
+        await self._call(messages.Ping(), type(None))
+
+    def _must_go_on(self) -> None:
+        if self.hung is not None:
+            raise EngineDead(self.hung)
 
     def _send(self, command: messages.Command) -> int:
         """Returns the number of the message; raises EngineDead. Never waits: the channel has no limit."""

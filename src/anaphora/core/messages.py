@@ -69,11 +69,15 @@ class Check(_Message, frozen=True):
     """Answered by a Reply, with an error where the cache's books do not balance."""
 
 
+class Ping(_Message, frozen=True):
+    """Answered by a Reply after the step that the engine is in."""
+
+
 class Shutdown(_Message, frozen=True):
     """The process ends after the step that it is in."""
 
 
-Command = Add | Abort | FinishChoice | Reset | Pin | Unpin | ListPrefixes | Check | Shutdown
+Command = Add | Abort | FinishChoice | Reset | Pin | Unpin | ListPrefixes | Check | Ping | Shutdown
 
 
 # --- Engine to client ---------------------------------------------------------------------------------------------

@@ -106,6 +106,9 @@ class EngineHost:
             case messages.Check():
                 self._engine.check()
                 self._reply()
+            case messages.Ping():
+                self._reply()
+                return
             case messages.Shutdown():
                 self._stopping = True
         self._rested = False

@@ -64,9 +64,10 @@ class Reads:
         }
 
     async def health(self, _: Request) -> Response:
-        """200 while the engine lives, else 503 with the reason."""
-        if self._service.engine.dead is not None:
-            return error_response(EngineDead(self._service.engine.dead))
+        """200 while the engine lives and goes on, else 503 with the reason."""
+        engine = self._service.engine
+        if (trouble := engine.dead or engine.hung) is not None:
+            return error_response(EngineDead(trouble))
         return json_response({"status": "ok"})
 
     async def version(self, _: Request) -> Response:

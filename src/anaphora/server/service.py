@@ -46,6 +46,8 @@ class EngineFace(Engine, Protocol):
     dead: str | None
     on_step: list[Callable[[StepResult], None]]
 
+    @property
+    def hung(self) -> str | None: ...
     async def reset_prefix_cache(self) -> bool: ...
 
 
