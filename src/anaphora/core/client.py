@@ -333,6 +333,7 @@ class EngineClient:
         for call in self._calls.values():
             if not call.done():
                 call.set_exception(EngineDead(reason))
+        self._calls.clear()
         for stream in self._streams.values():
             stream.queue.put_nowait(EngineDead(reason))
         self._streams.clear()
