@@ -33,6 +33,15 @@ def test_a_request_line_gives_the_reason_of_a_miss_only() -> None:
     assert "no token" in describe_request(record)
 
 
+def test_a_request_line_names_the_clients_own_id_and_no_second_line_can_be_made_of_it() -> None:
+    record = RequestRecord(time=0.0, block_size=16, id="a", model="m", prompt_tokens=9)
+    assert describe_request(record).startswith("a: prompt")
+    record.client_id = "order-7"
+    assert describe_request(record).startswith("a ('order-7'): prompt")
+    record.client_id = "x\n2026-01-01 INFO all is well\x1b[2J"
+    assert describe_request(record).isprintable()
+
+
 def test_rates_are_of_the_last_requests_and_say_so() -> None:
     rates = HitRates(last=2)
     rates.add(1000, 0)

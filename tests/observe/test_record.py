@@ -3,6 +3,7 @@ from __future__ import annotations
 import functools
 import json
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -79,6 +80,41 @@ def test_rotation_keeps_whole_lines_and_a_few_files(tmp_path: Path) -> None:
     ids = [one.id for file in [*reversed(files[1:]), files[0]] for one in read(file)]
     assert ids == [f"r{number}" for number in range(100 - len(ids), 100)]
     assert writer.dropped == 0
+
+
+@pytest.mark.parametrize("how", ["moved", "deleted", "replaced"])
+def test_a_file_that_is_taken_away_is_begun_anew(tmp_path: Path, how: str) -> None:
+    path, moved = tmp_path / "log.jsonl", tmp_path / "log.jsonl-20260101"
+    writer = RecordWriter(path)
+    writer.write(record(1))
+    while writer.written < 1:
+        time.sleep(0.001)
+    if how == "deleted":
+        path.unlink()
+    else:
+        path.rename(moved)
+    if how == "replaced":
+        path.touch()
+    writer.write(record(2))
+    writer.write(record(3))
+    writer.close()
+    assert [one.id for one in read(path)] == ["r2", "r3"]
+    assert how == "deleted" or [one.id for one in read(moved)] == ["r1"]
+    assert writer.dropped == 0
+
+
+def test_a_folder_that_is_taken_away_drops_records_until_it_is_back(tmp_path: Path) -> None:
+    path = tmp_path / "logs" / "log.jsonl"
+    path.parent.mkdir()
+    writer = RecordWriter(path)
+    path.parent.rename(tmp_path / "away")
+    writer.write(record(1))
+    while writer.dropped < 1:
+        time.sleep(0.001)
+    path.parent.mkdir()
+    writer.write(record(2))
+    writer.close()
+    assert [one.id for one in read(path)] == ["r2"]
 
 
 def test_a_slow_disk_drops_and_counts_but_never_blocks(

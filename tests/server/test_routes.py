@@ -95,7 +95,8 @@ async def test_small_routes(bench: Bench) -> None:
     assert (await bench.client.get("/load")).json() == {"server_load": 0}
 
 
-async def test_reset_says_whether_it_did(bench: Bench) -> None:
+async def test_reset_says_whether_it_did(bench: Bench, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", logger="anaphora.server")
     assert (await bench.client.post("/reset_prefix_cache")).json() == {"reset": True}
     bench.engine.hold = asyncio.Event()
     running = asyncio.create_task(bench.client.post("/v1/completions", json={"prompt": "x"}))
@@ -109,6 +110,28 @@ async def test_reset_says_whether_it_did(bench: Bench) -> None:
     bench.engine.hold.set()
     assert (await running).status_code == 200
     assert (await bench.client.post("/reset_prefix_cache")).json() == {"reset": True}
+    said = [record.getMessage() for record in caplog.records if "/reset_prefix_cache" in record.getMessage()]
+    assert ["not emptied" in line for line in said] == [False, True, False]
+
+
+async def test_log_and_record_name_the_clients_id_and_what_failed(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", logger="anaphora.server")
+    log = tmp_path / "log.jsonl"
+    async with scripted(tmp_path / "model", record=str(log)) as bench:
+        await bench.client.post("/v1/completions", json={"prompt": "x", "request_id": "in the body"})
+        await bench.client.post("/v1/completions", json={"prompt": "x"}, headers={"X-Request-Id": "in-the-head"})
+        bench.engine.fail_after = 1
+        await bench.client.post("/v1/completions", json={"prompt": "x"})
+        bench.engine.fail_after, bench.engine.dead = None, "the engine is gone"
+        await bench.client.post("/v1/completions", json={"prompt": "x"})
+    records = list(read(log))
+    assert [record.client_id for record in records] == ["in the body", "in-the-head", "", ""]
+    assert [record.status for record in records] == [200, 200, 500, 503]
+    assert [record.error for record in records] == ["", "", "out of memory", "the engine is gone"]
+    assert "('in the body'): prompt 1 token," in caplog.text
+    assert "('in-the-head'): prompt" in caplog.text
 
 
 async def test_finished_requests_are_in_the_metrics_once(bench: Bench) -> None:

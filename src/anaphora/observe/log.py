@@ -39,12 +39,17 @@ def describe_request(record: RequestRecord) -> str:
     cached = f"{record.cached_tokens or 0} cached"
     if record.reason and record.reason != "hit":
         cached += f" ({record.reason}{': ' + record.detail if record.detail else ''})"
+    name = f"{record.id} ({record.client_id!r})" if record.client_id else record.id
     first = "no token" if record.ttft_s is None else f"first token {record.ttft_s:.3f} s"
     return (
-        f"{record.id}: prompt {record.prompt_tokens} tokens, {cached}; queue {record.queue_s:.3f} s"
+        f"{name}: prompt {_tokens(record.prompt_tokens)}, {cached}; queue {record.queue_s:.3f} s"
         f"{f' (for a prefix {record.waited_s:.3f} s)' if record.waited else ''}, prefill {record.prefill_s:.3f} s, "
-        f"{first}; output {record.output_tokens} tokens in {record.total_s:.3f} s, {record.finish}"
+        f"{first}; output {_tokens(record.output_tokens)} in {record.total_s:.3f} s, {record.finish}"
     )
+
+
+def _tokens(count: int) -> str:
+    return "1 token" if count == 1 else f"{count} tokens"
 
 
 class HitRates:

@@ -29,17 +29,19 @@ KEEP_FILES = 4
 class RequestRecord(msgspec.Struct, kw_only=True, omit_defaults=True):
     """One prompt and its answer. Times in seconds, lengths in tokens; a field that is absent in the log is not known.
 
-    ``time`` is the Unix time of arrival. ``output_tokens`` sums the ``n`` choices. ``cached_tokens``, ``reason``,
-    ``detail``, ``position`` and ``waited`` are the engine's CacheReport, absent where the prompt was never scheduled;
-    of these only ``cached_tokens`` comes from another server, absent where it does not tell (0 is always written).
-    ``ttft_s`` runs from arrival to the first token, ``prefill_s`` from the first scheduled chunk to it. ``salt`` is a
-    digest of the cache salt. ``block_hashes`` are the engine's chained hashes of the prompt's full blocks, of each the
-    first 8 bytes in hex: two prompts share as much as their lists do. ``status`` is that of the HTTP answer, ``error``
-    why there was no good one. docs/record.md tells it for people.
+    ``time`` is the Unix time of arrival, ``client_id`` the id that the client gave the request. ``output_tokens`` sums
+    the ``n`` choices. ``cached_tokens``, ``reason``, ``detail``, ``position`` and ``waited`` are the engine's
+    CacheReport, absent where the prompt was never scheduled; of these only ``cached_tokens`` comes from another server,
+    absent where it does not tell (0 is always written). ``ttft_s`` runs from arrival to the first token, ``prefill_s``
+    from the first scheduled chunk to it. ``salt`` is a digest of the cache salt. ``block_hashes`` are the engine's
+    chained hashes of the prompt's full blocks, of each the first 8 bytes in hex: two prompts share as much as their
+    lists do. ``status`` is that of the HTTP answer, ``error`` why there was no good one. docs/record.md tells it for
+    people.
     """
 
     time: float
     id: str
+    client_id: str = ""
     model: str
     prompt_tokens: int = 0
     block_size: int = 0
@@ -178,6 +180,7 @@ class RecordWriter:
 
     def _append(self, line: bytes) -> None:
         """One whole line or nothing: what a full disk cut off is taken back, so that the log stays readable."""
+        self._follow_path()
         size = os.fstat(self._file.fileno()).st_size
         if size and size + len(line) > self._rotate_bytes:
             self._rotate()
@@ -186,6 +189,16 @@ class RecordWriter:
         if written != len(line):
             self._file.truncate(size)
             raise OSError(f"only {written} of {len(line)} bytes could be written")
+
+    def _follow_path(self) -> None:
+        """Begin anew where the file was moved or deleted from outside, as logrotate does."""
+        try:
+            same = os.path.samestat(os.stat(self.path), os.fstat(self._file.fileno()))
+        except FileNotFoundError:
+            same = False
+        if not same:
+            moved, self._file = self._file, open_log(self.path)
+            moved.close()
 
     def _rotate(self) -> None:
         for number in range(KEEP_FILES - 1, 0, -1):

@@ -79,8 +79,9 @@ class Answer:
                     if self._assembler.finished:
                         finish = self.choices[0].finish_reason or finish
                     yield piece
-        except Exception:
+        except Exception as error:
             finish = "error"
+            about = about | {"status": getattr(error, "status", 500), "error": str(error)}
             raise
         finally:
             longest = max(len(choice.token_ids) for choice in self.choices)

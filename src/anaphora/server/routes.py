@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from importlib.metadata import version
 from typing import Any
 
@@ -18,6 +19,8 @@ from anaphora.server.completions import complete
 from anaphora.server.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from anaphora.server.responses import error_body, error_response, json_response
 from anaphora.server.service import Call, Service
+
+logger = logging.getLogger("anaphora.server")
 
 
 def routes(service: Service) -> list[BaseRoute]:
@@ -83,7 +86,9 @@ class Reads:
     async def reset(self, _: Request) -> Response:
         """Says whether the cache was emptied; it is not while requests use its blocks."""
         if await self._service.engine.reset_prefix_cache():
+            logger.info("the prefix cache was emptied (POST /reset_prefix_cache)")
             return json_response({"reset": True})
+        logger.info("the prefix cache was not emptied: requests are running (POST /reset_prefix_cache)")
         conflict = Conflict("the prefix cache was not reset: requests are running; send it again when they are done")
         return json_response({"reset": False} | error_body(conflict), conflict.status)
 

@@ -159,6 +159,7 @@ class Service:
         about: dict[str, Any] = {
             "model": self.names[0],
             "route": call.route,
+            "client_id": call.client_id or "",
             "stream": bool(call.request.stream),
             "block_size": self.info.model.block_size,
             "body": self._recorded_body(call.plain),
