@@ -244,7 +244,10 @@ def test_without_the_extra_serve_says_how_to_install_it(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["srve"], "there is no command 'srve' (did you mean serve?); the commands are serve, bench, doctor, explain"),
+        (
+            ["srve"],
+            "there is no command 'srve' (did you mean serve?); the commands are " + ", ".join(cli.COMMANDS),
+        ),
         (["--sevre"], "there is no flag --sevre (see anaphora --help)"),
         (["serve", "a", "b"], "unexpected argument 'b' (see anaphora serve --help)"),
     ],

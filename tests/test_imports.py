@@ -48,6 +48,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "anaphora.tools.doctor": BASE
     | {"anaphora.cache", "anaphora.text", "anaphora.observe", "anaphora.server.protocol"}
     | {"httpx", "rich", "jinja2", "msgspec"},
+    "anaphora.tools.recorder": BASE | {"anaphora.observe.record", "anaphora.tools.doctor.usage", "msgspec"},
     "anaphora.vllm_flags": BASE,
     "anaphora.cli": BASE | {"anaphora"},
 }

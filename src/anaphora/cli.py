@@ -239,6 +239,18 @@ def _explain(options: argparse.Namespace) -> int:
     return explain(_make(ExplainOptions, options))
 
 
+def _record_settings() -> tuple[type, ...]:
+    from anaphora.tools.recorder import RecordOptions
+
+    return (RecordOptions,)
+
+
+def _record(options: argparse.Namespace) -> int:
+    from anaphora.tools.recorder import RecordOptions, run
+
+    return run(_make(RecordOptions, options))
+
+
 COMMANDS = {
     "serve": Command(
         "OpenAI-compatible HTTP server with automatic prefix caching",
@@ -258,6 +270,11 @@ COMMANDS = {
         "why prompts miss: where their beginnings break, what it costs, what would be reused",
         _doctor_settings,
         _doctor,
+    ),
+    "record": Command(
+        "a pass-through in front of any server that writes the log which the doctor reads",
+        _record_settings,
+        _record,
     ),
     "explain": Command(
         "where and why a second request body stops reusing a first one",

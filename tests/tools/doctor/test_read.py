@@ -111,6 +111,13 @@ def test_bad_lines_are_named_and_skipped(tmp_path: Path) -> None:
     assert bad == [2, 4, 5, 6, 7, 8]
 
 
+def test_requests_that_were_refused_are_none(tmp_path: Path) -> None:
+    records = [{"body": CHAT, "status": status, "route": "/v1/chat/completions"} for status in (200, 400, 502, "ok")]
+    found, bad = requests(written(tmp_path, *records))
+    assert [logged.line for logged in found] == [1, 4]
+    assert bad == [2, 3]
+
+
 def test_a_broken_first_line_costs_no_other(tmp_path: Path) -> None:
     found, bad = requests(written(tmp_path, '{"messages": [', CHAT, CHAT, "{"))
     assert len(found) == 2

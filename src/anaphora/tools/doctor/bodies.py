@@ -92,6 +92,9 @@ def _body(outer: dict[str, Any], depth: int = 0) -> dict[str, Any] | None:
 
 def _logged(outer: dict[str, Any], line: int) -> Iterator[Logged]:
     body = _body(outer)
+    status = outer.get("status")
+    if body is not outer and isinstance(status, int) and status >= 400:
+        raise NotARequest(f"it was not answered (HTTP {status})")
     if body is None:
         if "prompt_tokens" in outer:
             raise NotARequest("it has lengths but no body: record again with --record-prompts")
