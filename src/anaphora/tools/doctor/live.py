@@ -195,8 +195,8 @@ def _requests_hit(
     """Share of requests with a hit as ``at_least`` and ``at_most``; None where nothing can be said."""
     scheduled = growth.total("anaphora:requests_scheduled_total")
     if scheduled is not None:
-        share = (growth.total("anaphora:requests_hit_total") or 0.0) / scheduled if scheduled else None
-        return None if share is None else {"at_least": share, "at_most": share}
+        exact = (growth.total("anaphora:requests_hit_total") or 0.0) / scheduled if scheduled else None
+        return None if exact is None else {"at_least": exact, "at_most": exact}
     if not requests or looked is None or looked.found is None:
         return None
     least_each = block_size or 1

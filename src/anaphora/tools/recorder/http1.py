@@ -26,10 +26,11 @@ class Kind(Enum):
 
 
 class Framing(Enum):
-    """How the end of a body is known, where it is not a length."""
+    """How the end of a body is known. A function that tells it gives a length as the number itself."""
 
     CHUNKED = auto()
     UNTIL_CLOSE = auto()
+    LENGTH = auto()
     INTERIM = auto()  # a 1xx answer: another head follows, for the same request
     RAW = auto()
 
@@ -104,7 +105,8 @@ class Splitter:
     """Splits a stream of messages into pieces. ``framing`` says of each head how its body ends."""
 
     framing: Callable[[Head], Framing | int]
-    _state: Framing | int | None = None  # None: a head is awaited
+    _state: Framing | None = None  # None: a head is awaited
+    _left: int = 0
     _held: bytes = b""
     _chunks: _Chunks = field(default_factory=lambda: _Chunks())
 
@@ -120,7 +122,7 @@ class Splitter:
                         self._held, data = data, b""
                     continue
                 yield Piece(Kind.HEAD, head.raw, head=head)
-                if self._state == 0:
+                if self._state is Framing.LENGTH and not self._left:
                     yield self._end()
             elif self._state is Framing.RAW:
                 yield Piece(Kind.RAW, data)
@@ -137,11 +139,10 @@ class Splitter:
                 elif done:
                     yield self._end()
             else:
-                part = data[: int(self._state)]  # type: ignore[call-overload]
-                data = data[len(part) :]
-                self._state = int(self._state) - len(part)  # type: ignore[call-overload]
+                part, data = data[: self._left], data[self._left :]
+                self._left -= len(part)
                 yield Piece(Kind.BODY, part, part)
-                if self._state == 0:
+                if not self._left:
                     yield self._end()
 
     def close(self) -> Iterator[Piece]:
@@ -183,7 +184,10 @@ class Splitter:
         named = (one.split(b":", 1) for one in lines)
         head = Head(raw, line, tuple((name.strip().lower(), value.strip()) for name, value in named))
         framing = self.framing(head)
-        self._state = None if framing is Framing.INTERIM else framing
+        if isinstance(framing, int):
+            self._state, self._left = Framing.LENGTH, framing
+        else:
+            self._state = None if framing is Framing.INTERIM else framing
         return head, rest
 
 
