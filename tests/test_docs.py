@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from prometheus_client import CollectorRegistry
 
-from anaphora import cli
+from anaphora import cli, vllm_flags
 from anaphora.cache.events import Reason
 from anaphora.observe.metrics import Metrics
 from anaphora.observe.record import RequestRecord
@@ -94,9 +94,12 @@ def test_no_page_names_a_flag_that_is_not_there() -> None:
     known = {
         flag for name in cli.COMMANDS for action in cli.build_parser(name)._actions for flag in action.option_strings
     }
+    data = vllm_flags._data()
+    known |= {flag for kind in ("accepted", "absent") for group in data[kind] for flag in group["flags"]}
+    known |= {"--enable-metrics", "--metrics"}  # SGLang's and llama.cpp's
     for page in PAGES:
         text = re.sub(r"^pip .*$", "", page.read_text("utf-8"), flags=re.MULTILINE)  # pip has flags of its own
-    assert set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", text)) <= known, page.name
+        assert set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", text)) <= known, page.name
 
 
 def test_the_fields_of_the_request_log() -> None:

@@ -166,8 +166,8 @@ class RecordWriter:
                 if complete is not None:
                     complete(record)
                 self._append(self._encoder.encode(record) + b"\n")
-            except (ConfigError, OSError, TypeError, ValueError, RecursionError) as error:
-                self._drop(str(error))
+            except Exception as error:  # this thread writes all the records that follow
+                self._drop(f"{type(error).__name__}: {error}")
             else:
                 self.written += 1
                 self._failing = False

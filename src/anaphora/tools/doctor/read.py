@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import ast
 import gzip
-import re
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,8 +12,9 @@ import msgspec
 
 from anaphora.errors import ConfigError
 from anaphora.tools.doctor.bodies import Logged, NotARequest, requests_of
+from anaphora.tools.doctor.vllm_log import VllmLog
 
-_VLLM = re.compile(r"Received request (?P<id>[^\s:]+): prompt: (?P<prompt>'(?:[^'\\]|\\.)*'|\"(?:[^\"\\]|\\.)*\")")
+_NOTHING = object()
 _GZIP = b"\x1f\x8b"
 
 BadLine = Callable[[int, str], None]
@@ -45,7 +44,7 @@ def _open(path: str) -> IO[bytes]:
 
 
 def _requests(lines: IO[bytes], plain: bool, bad: BadLine, seen: Callable[[int], None]) -> Iterator[Logged]:
-    decoder = msgspec.json.Decoder()
+    decoder, log = msgspec.json.Decoder(), VllmLog()
     done, number, first = 0, 0, True
     for number, line in enumerate(lines, 1):
         done += len(line)
@@ -56,29 +55,32 @@ def _requests(lines: IO[bytes], plain: bool, bad: BadLine, seen: Callable[[int],
         if not line:
             continue
         try:
-            value = _value(line, decoder, plain)
+            value = _value(line, decoder, log, plain)
         except ValueError as error:
             if first and line[:1] in b"{[":
-                yield from _document(line + b"\n" + lines.read(), number, decoder, bad)
+                yield from _document(line + b"\n" + lines.read(), number, log, bad)
                 return
             bad(number, str(error))
             continue
         first = False
-        yield from _checked(value, number, bad)
+        if value is not _NOTHING:
+            yield from _checked(value, number, bad)
 
 
-def _value(line: bytes, decoder: msgspec.json.Decoder[Any], plain: bool) -> Any:
-    """What one line holds. ValueError says why it is nothing of use."""
+def _value(line: bytes, decoder: msgspec.json.Decoder[Any], log: VllmLog, plain: bool) -> Any:
+    """What one line holds, _NOTHING for a server's line about something else. ValueError says why it is of no use."""
     if plain:
         return {"prompt": line.decode("utf-8", "replace")}
     try:
         value = decoder.decode(line)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        if match := _VLLM.search(line.decode("utf-8", "replace")):
-            return {"prompt": ast.literal_eval(match["prompt"])}
-        raise ValueError(f"no JSON: {error}") from None
+        if line[:1] in b"{[":
+            raise ValueError(f"no JSON: {error}") from None
+        return log.read(line.decode("utf-8", "replace")) or _NOTHING
     except RecursionError:
         raise ValueError("its JSON is nested too deeply") from None
+    if isinstance(value, dict) and (text := log.unwrap(value)) is not None:
+        return log.read(text) or _NOTHING
     return {"prompt": value} if isinstance(value, str) else value
 
 
@@ -91,8 +93,9 @@ def _checked(value: Any, number: int, bad: BadLine) -> Iterator[Logged]:
         bad(number, "it is nested too deeply")
 
 
-def _document(text: bytes, number: int, decoder: msgspec.json.Decoder[Any], bad: BadLine) -> Iterator[Logged]:
+def _document(text: bytes, number: int, log: VllmLog, bad: BadLine) -> Iterator[Logged]:
     """A file that is one JSON value over several lines: an array of requests, a trace, or one request."""
+    decoder = msgspec.json.Decoder()
     try:
         value = decoder.decode(text)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
@@ -102,11 +105,12 @@ def _document(text: bytes, number: int, decoder: msgspec.json.Decoder[Any], bad:
         for offset, line in enumerate(rest.split(b"\n"), 1):
             if line.strip():
                 try:
-                    value = _value(line.strip(), decoder, False)
+                    value = _value(line.strip(), decoder, log, False)
                 except ValueError as reason:
                     bad(number + offset, str(reason))
                     continue
-                yield from _checked(value, number + offset, bad)
+                if value is not _NOTHING:
+                    yield from _checked(value, number + offset, bad)
         return
     for item in value if isinstance(value, list) else [value]:
         yield from _checked(item, number, bad)
