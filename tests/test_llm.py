@@ -110,7 +110,7 @@ def test_a_repeated_beginning_is_computed_once_and_reported(llm: LLM, runner: Fa
     assert first.num_cached_tokens == 0
     assert [other.num_cached_tokens for other in others] == [40, 40, 40]
     again = llm.generate([*shared, 0], plain())[0]
-    assert (again.num_cached_tokens, again.cache.prompt_tokens, again.cache.reason) == (40, 41, "hit")
+    assert (again.num_cached_tokens, again.cache.prompt_tokens, again.cache.reason) == (40, 41, "short")
     assert again.outputs[0].token_ids == first.outputs[0].token_ids
     assert runner.computed == 41 + 3 + 1
     assert llm.stats().hits == 160

@@ -313,12 +313,40 @@ class FinishReason(enum.StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
+class Neighbour:
+    """An earlier request of the same salt that begins like this one and then has other tokens.
+
+    ``request_id`` is that of the request that computed them, ``seconds_ago`` when it came, ``token_ids`` some of what
+    it has from the first other token on.
+    """
+
+    request_id: str
+    seconds_ago: float
+    token_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Eviction:
+    """Tokens that were cached once and had to go.
+
+    ``by`` is the request that needed their block, empty where it has another salt. Of the prompt ``lost_tokens`` more
+    would have hit in a cache that holds ``more_tokens`` more than this one; 0 where that is not known.
+    """
+
+    seconds_ago: float
+    by: str
+    lost_tokens: int
+    more_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
 class CacheReport:
     """What one lookup found, and why not more. Fixed when the request is first scheduled.
 
-    ``reason``: ``hit`` (nothing more could hit), ``cold``, ``diverged``, ``evicted`` or ``bypassed``;
-    ``detail`` says it in words that hold nothing of another tenant. ``position`` is the first token that was not
-    reused; ``waited`` says that the request waited for another's computation of the same prefix.
+    ``reason`` is one of cache.events.Reason; ``detail`` says it in words that hold nothing of another tenant.
+    ``position`` is the first token that was not reused; ``waited`` says that the request waited for another's
+    computation of the same prefix. ``neighbour`` is there where it diverged, ``eviction`` where it was evicted (but
+    for a block that had no room for a copy), ``feature`` names the field or flag that bypassed the cache.
     """
 
     prompt_tokens: int
@@ -327,6 +355,9 @@ class CacheReport:
     detail: str = ""
     position: int = 0
     waited: bool = False
+    neighbour: Neighbour | None = None
+    eviction: Eviction | None = None
+    feature: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -418,7 +449,9 @@ class EngineStats:
     """Gauges of this moment and counters since the start (never falling). Tokens unless said otherwise.
 
     A prompt counts once, when it is first scheduled: in ``queries`` with its length, in ``hits`` with its cached
-    tokens. ``misses`` counts requests by CacheReport.reason. ``computed_prompt_tokens`` is the runner's count.
+    tokens. ``misses`` counts requests by CacheReport.reason, ``isolated`` those that found nothing under their own
+    salt and whose first block is cached under another. ``hits_half``, ``hits_twice`` and ``hits_four_times`` are what
+    ``hits`` would be in a cache of other size. ``computed_prompt_tokens`` is the runner's count.
     """
 
     running: int = 0
@@ -435,6 +468,10 @@ class EngineStats:
     requests: int = 0
     requests_hit: int = 0
     misses: dict[str, int] = field(default_factory=dict)
+    isolated: int = 0
+    hits_half: int = 0
+    hits_twice: int = 0
+    hits_four_times: int = 0
     prompt_tokens: int = 0
     computed_prompt_tokens: int = 0
     generation_tokens: int = 0

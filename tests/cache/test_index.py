@@ -3,7 +3,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from anaphora.cache.hashing import BlockHash, extend_chain, pack, root_hash
+from anaphora.cache.hashing import BlockHash, extend_chain, pack, root_hash, unpack
 from anaphora.cache.index import PrefixIndex, common_tokens
 from anaphora.cache.pool import Block
 
@@ -58,9 +58,38 @@ def test_a_match_is_the_longest_common_beginning_with_anything_indexed(
     match = index.match(ROOT, chain_of(wanted, size), pack(wanted))
     assert match.tokens == max((common(ids, wanted) for ids in stored), default=0)
     assert len(match.blocks) == match.tokens // size or match.tail is not None
-    extends = any(common(ids, wanted) == match.tokens < len(ids) for ids in stored)
-    if match.tokens < len(wanted):
-        assert match.continued == extends
+
+
+@given(st.lists(short, max_size=10), short, st.integers(1, 5))
+def test_a_neighbour_shares_the_whole_match_and_goes_on_otherwise(
+    stored: list[list[int]], wanted: list[int], size: int
+) -> None:
+    index = PrefixIndex(size)
+    blocks: list[Block] = []
+    for ids in stored:
+        insert(index, ids, blocks)
+    hashes = chain_of(wanted, size)
+    match = index.match(ROOT, hashes, pack(wanted))
+    if match.tokens == len(wanted):
+        return
+    at, shared = divmod(match.tokens, size)
+    found = index.neighbour(hashes[at - 1] if at else ROOT, pack(wanted[at * size : (at + 1) * size]), shared)
+    others = {tuple(ids[at * size :][: shared + 1]) for ids in stored if common(ids, wanted) == match.tokens < len(ids)}
+    assert (found is not None) == bool(others)
+    if found is not None:
+        assert tuple(unpack(found.tokens)[: shared + 1]) in others
+
+
+def test_of_several_neighbours_the_latest_made() -> None:
+    index = PrefixIndex(4)
+    blocks: list[Block] = []
+    for number in range(100):
+        insert(index, [7, 8, number], blocks)
+        blocks[-1].made, blocks[-1].made_by = float(number), f"r{number}"
+    found = index.neighbour(ROOT, pack([7, 8, 200]), 2)
+    assert found is blocks[-1]
+    index.remove(blocks[-1])
+    assert index.neighbour(ROOT, pack([7, 8, 50]), 2) is not None
 
 
 @given(st.lists(short, max_size=10), st.integers(1, 5))

@@ -5,47 +5,23 @@ from collections.abc import Iterator
 import pytest
 
 from anaphora.cache.events import Reason
-from anaphora.cache.hashing import root_hash
+from anaphora.cache.hashing import BlockHash, root_hash
 from anaphora.cache.manager import BlockTable, CacheManager
 from anaphora.errors import CacheInvariantError
-
-ROOT = root_hash("m")
-OTHER = root_hash("m", "another tenant")
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
+from tests.support import cache as support
+from tests.support.cache import OTHER, ROOT, Clock
 
 
-class Cache(CacheManager):
-    """A manager with one more verb: compute a whole prompt in one step, as the scheduler would."""
+class Cache(support.Cache):
+    """In short: cached tokens of a use, reason and detail of a question."""
 
-    steps = 0
-
-    def start(self, key: str, ids: list[int], root=ROOT) -> tuple[BlockTable, int]:
-        table = self.table(key, ids, root)
-        taken = self.admit(table, self.match(table), len(ids) + 1)
-        assert taken is not None, f"no room for {key}"
-        assert self.reserve(table, taken.tokens, len(ids), self.steps) is not None
-        self.finish_step(self.steps)
-        self.steps += 1
-        self.commit(table, len(ids), tail=True)
-        return table, min(taken.tokens, len(ids) - 1)
-
-    def use(self, key: str, ids: list[int], root=ROOT) -> int:
-        """Compute and release; returns the cached tokens."""
-        table, cached = self.start(key, ids, root)
-        self.release(table, len(ids))
+    def use(self, key: str, ids: list[int], root: BlockHash = ROOT) -> int:
+        cached = self.run(key, ids, root).report.cached_tokens
         self.check([])
         return cached
 
-    def reason(self, ids: list[int], root=ROOT) -> tuple[str, str]:
-        table = self.table("asks", ids, root)
-        report = self.explain(table, self.match(table), len(ids))
+    def reason(self, ids: list[int], root: BlockHash = ROOT) -> tuple[str, str]:
+        report = self.ask(ids, root)
         return report.reason, report.detail
 
 
@@ -157,7 +133,7 @@ def test_reasons(cache: Cache, clock: Clock) -> None:
     assert cache.reason([1, 2, 3]) == (Reason.COLD, "nothing like it was seen")
     cache.use("a", [*range(10)])
     assert cache.reason([77, 78, 79])[0] == Reason.COLD
-    assert cache.reason([*range(10)])[0] == Reason.HIT
+    assert cache.reason([*range(10)])[0] == Reason.SHORT
     assert cache.reason([*range(10), 11, 12])[0] == Reason.HIT
     reason, detail = cache.reason([*range(6), 99, 98])
     assert reason == Reason.DIVERGED
@@ -165,7 +141,9 @@ def test_reasons(cache: Cache, clock: Clock) -> None:
     clock.now = 5.0
     cache.use("big", [*range(100, 163)])
     clock.now = 7.5
-    assert cache.reason([*range(10)]) == (Reason.EVICTED, "evicted 2.5 s ago when request big needed its block")
+    reason, detail = cache.reason([*range(10)])
+    assert reason == Reason.EVICTED
+    assert detail.startswith("evicted 2.5 s ago when request big needed its block; ")
 
 
 def test_another_tenants_growth_is_other_traffic(cache: Cache) -> None:
@@ -178,7 +156,7 @@ def test_another_tenants_growth_is_other_traffic(cache: Cache) -> None:
 
 
 def test_reset_says_whether_it_did(cache: Cache) -> None:
-    table, _ = cache.start("a", [*range(10)])
+    table = cache.start("a", [*range(10)]).table
     cache.pin([cache.pin_of([*range(4)], ROOT)], 0)
     assert not cache.reset()
     cache.release(table, 10)
@@ -197,7 +175,7 @@ def test_a_disabled_cache_finds_and_keeps_nothing() -> None:
 @pytest.mark.parametrize("leak", ["reference", "lost", "twice", "pending"])
 def test_the_check_finds_planted_faults(leak: str) -> None:
     cache = Cache(17, 4)
-    table, _ = cache.start("a", [*range(10)])
+    table = cache.start("a", [*range(10)]).table
     cache.check([table])
     if leak == "reference":
         table.blocks[0].ref_count += 1
@@ -213,7 +191,7 @@ def test_the_check_finds_planted_faults(leak: str) -> None:
 
 def test_a_block_released_too_often_is_refused() -> None:
     cache = Cache(17, 4)
-    table, _ = cache.start("a", [*range(10)])
+    table = cache.start("a", [*range(10)]).table
     block = table.blocks[2]
     cache.release(table, 10)
     with pytest.raises(CacheInvariantError, match="more often"):

@@ -103,7 +103,7 @@ def test_a_reset_empties_pins_and_they_fill_again() -> None:
     assert cache.pins.kept(pin) == 0
     assert cache.use("s", SYSTEM) == 0
     assert cache.pins.kept(pin) == 10
-    table, _ = cache.start("reader", [*SYSTEM, 7])
+    table = cache.start("reader", [*SYSTEM, 7]).table
     assert not cache.reset()
     cache.release(table, 11)
     assert cache.reset()
@@ -112,7 +112,7 @@ def test_a_reset_empties_pins_and_they_fill_again() -> None:
 
 def test_a_failed_step_takes_its_blocks_from_a_pin_and_the_next_brings_them_back() -> None:
     cache = Cache(9, 4)
-    table, _ = cache.start("s", SYSTEM)
+    table = cache.start("s", SYSTEM).table
     pin = pinned_beside(cache, [*SYSTEM, 1, 2], table)
     assert cache.pins.kept(pin) == 8
     table.append([1, 2], 4)
@@ -136,10 +136,10 @@ def pinned_beside(cache: Cache, ids: list[int], table: object) -> Pin:
 def test_a_rest_moves_to_the_block_that_takes_its_place() -> None:
     """Two sequences fill the same block: the one that comes second gives its own up, with the rest that it held."""
     cache = Cache(17, 4)
-    first, _ = cache.start("first", SYSTEM)
+    first = cache.start("first", SYSTEM).table
     pin = pinned_beside(cache, SYSTEM, first)
     assert cache.pins.kept(pin) == 10
-    second, _ = cache.start("second", [*SYSTEM, 1, 2, 3])
+    second = cache.start("second", [*SYSTEM, 1, 2, 3]).table
     first.append([1, 2], 4)
     assert cache.reserve(first, 10, 12, 60) is not None
     cache.finish_step(60)

@@ -272,7 +272,7 @@ def test_prompt_logprobs_compute_the_whole_prompt_and_say_so(order: tuple[str, s
         done = updates[0].prompt
         assert done is not None
         assert done.cache.reason == "bypassed"
-        assert "log-probabilities" in done.cache.detail
+        assert done.cache.feature == "prompt_logprobs"
         assert done.prompt_logprobs is not None
         assert [p and p.token_id for p in done.prompt_logprobs] == [None, *prompts[name][1:]]
         assert runner.computed - before == len(prompts[name])

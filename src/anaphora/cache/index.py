@@ -17,9 +17,12 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import takewhile
 
 from anaphora.cache.hashing import TOKEN_BYTES, BlockHash
 from anaphora.cache.pool import Block
+
+NEIGHBOURS = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,14 +31,12 @@ class Match:
 
     ``blocks`` are full blocks in order. ``tail`` is a block of which ``tokens - len(blocks) * block_size`` more
     tokens match. ``wait`` is the hash of the next full block where a running sequence is about to compute it.
-    ``continued`` says that something else is known to follow where the match ends.
     """
 
     blocks: tuple[Block, ...] = ()
     tail: Block | None = None
     tokens: int = 0
     wait: BlockHash | None = None
-    continued: bool = False
 
 
 def common_tokens(a: bytes, b: bytes) -> int:
@@ -58,6 +59,7 @@ class PrefixIndex:
         self.full: dict[BlockHash, Block] = {}
         self.pending: dict[BlockHash, object] = {}
         self._continuations: dict[BlockHash, list[tuple[bytes, int, Block]]] = {}
+        self._latest: dict[BlockHash, Block] = {}
 
     def match(self, root: BlockHash, hashes: list[BlockHash], packed: bytes | None) -> Match:
         """Longest match of a prompt with these full-block hashes and packed tokens (None: full blocks only)."""
@@ -74,10 +76,9 @@ class PrefixIndex:
             return Match(tuple(blocks), None, tokens, wait=hashes[found])
         parent = hashes[found - 1] if found else root
         if packed is None or len(packed) == found * size:
-            return Match(tuple(blocks), None, tokens, continued=parent in self._continuations)
+            return Match(tuple(blocks), None, tokens)
         tail, more = self._longest_continuation(parent, packed[found * size : (found + 1) * size])
-        continued = parent in self._continuations if tail is None else more < tail.filled
-        return Match(tuple(blocks), tail, tokens + more, continued=continued)
+        return Match(tuple(blocks), tail, tokens + more)
 
     def _longest_continuation(self, parent: BlockHash, wanted: bytes) -> tuple[Block | None, int]:
         entries = self._continuations.get(parent)
@@ -98,6 +99,31 @@ class PrefixIndex:
     def continuations(self, digest: BlockHash) -> Iterator[Block]:
         """The computed full blocks that continue a hash or a root."""
         return (block for _, _, block in self._continuations.get(digest, ()) if block.hash is not None)
+
+    def neighbour(self, parent: BlockHash, wanted: bytes, shared: int) -> Block | None:
+        """A computed block under ``parent`` that begins with the first ``shared`` tokens of ``wanted`` and goes on.
+
+        Of several the one that was made last, chosen among the one that was indexed last and the ``NEIGHBOURS`` on
+        either side of the place where ``wanted`` would be.
+        """
+        entries = self._continuations.get(parent)
+        if not entries:
+            return None
+        prefix = wanted[: shared * TOKEN_BYTES]
+        at = bisect_left(entries, (wanted, -1))
+        alike = [self._latest[parent]] if parent in self._latest else []
+        for side in (reversed(entries[max(at - NEIGHBOURS, 0) : at]), entries[at : at + NEIGHBOURS]):
+            alike += (block for _, _, block in takewhile(lambda entry: entry[0].startswith(prefix), side))
+        going_on = (block for block in alike if block.filled > shared and block.tokens.startswith(prefix))
+        return max(going_on, key=lambda block: block.made, default=None)
+
+    def continuation(self, block: Block) -> Block | None:
+        """What follows a full block in the sequence that made it; None where that is not to be found quickly."""
+        if block.hash is None:
+            return None
+        entries = self._continuations.get(block.hash, ())
+        alike = [self._latest.get(block.hash), *(other for _, _, other in entries[:NEIGHBOURS])]
+        return next((other for other in alike if other is not None and other.made_by == block.made_by), None)
 
     def add_full(self, block: Block, digest: BlockHash, parent: BlockHash, tokens: bytes = b"") -> None:
         """Index a full block; it can be referenced from now on, and copied from once it is ready."""
@@ -135,6 +161,7 @@ class PrefixIndex:
                 break
             redundant.append(other)
         entries.insert(at, (block.tokens, block.id, block))
+        self._latest[block.parent] = block
         if (parent := self.full.get(block.parent)) is not None:
             parent.children += 1
         return redundant
@@ -151,6 +178,8 @@ class PrefixIndex:
             del entries[at]
             if not entries:
                 del self._continuations[block.parent]
+            if self._latest.get(block.parent) is block:
+                del self._latest[block.parent]
             if (parent := self.full.get(block.parent)) is not None:
                 parent.children -= 1
         block.forget()

@@ -14,7 +14,9 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 
-from anaphora.cache.events import Evicted, Ghosts, Reason
+from anaphora.cache.events import Reason
+from anaphora.cache.explain import AtSizes, Explainer
+from anaphora.cache.ghosts import Evicted, Ghosts
 from anaphora.cache.hashing import TOKEN_BYTES, BlockHash, extend_chain, pack
 from anaphora.cache.index import Match, PrefixIndex
 from anaphora.cache.pins import Pin, Pins
@@ -33,16 +35,20 @@ class BlockTable:
     ``hashes`` has one entry a full block of known tokens; ``packed`` holds the tokens, 4 bytes each, or is None where
     only block keys are known. Blocks from ``private_from`` on were taken fresh and are written by this sequence
     alone; those before are shared, and a shared one that must be written is copied first. The first ``settled``
-    blocks are indexed, or never will be. ``reads`` False: its prompt is computed whole, whatever is known of it.
+    blocks are indexed, or never will be. ``bypass`` names the feature for which
+    its prompt is computed whole, whatever is known of it. ``made`` is when it was made (clock seconds).
     """
 
-    __slots__ = ("blocks", "hashes", "key", "owned", "packed", "private_from", "reads", "root", "settled")
+    __slots__ = ("blocks", "bypass", "hashes", "key", "made", "owned", "packed", "private_from", "root", "settled")
 
-    def __init__(self, key: str, root: BlockHash, packed: bytearray | None, *, reads: bool = True) -> None:
+    def __init__(
+        self, key: str, root: BlockHash, packed: bytearray | None, *, bypass: str = "", made: float = 0.0
+    ) -> None:
         self.key = key
+        self.made = made
         self.root = root
         self.packed = packed
-        self.reads = reads
+        self.bypass = bypass
         self.hashes: list[BlockHash] = []
         self.blocks: list[Block] = []
         self.owned: list[BlockHash] = []
@@ -90,22 +96,25 @@ class CacheManager:
         self.usage = Usage(self.index)
         self.evicted_blocks = 0
         self._clock = clock
-        self._ghosts = Ghosts(4 * num_blocks)
+        self._ghosts = Ghosts(num_blocks)
+        self._explainer = Explainer(self.index, self._ghosts, clock)
+        self._heads: dict[int, BlockHash] = {}
         self._grower: BlockTable | None = None
+        self._eviction: Evicted | None = None
         self._scheduled: dict[int, list[tuple[Block, BlockHash]]] = {}
         self._copying: dict[int, list[Block]] = {}
 
     # --- one sequence ----------------------------------------------------------------------------------------------
 
-    def table(self, key: str, token_ids: Iterable[int], root: BlockHash, *, reads: bool = True) -> BlockTable:
+    def table(self, key: str, token_ids: Iterable[int], root: BlockHash, *, bypass: str = "") -> BlockTable:
         """The table of a new sequence: tokens packed and hashed once, nothing held yet."""
-        table = BlockTable(key, root, bytearray(), reads=reads)
+        table = BlockTable(key, root, bytearray(), bypass=bypass, made=self._clock())
         table.append(token_ids, self.block_size)
         return table
 
     def match(self, table: BlockTable) -> Match:
         """The longest beginning of the table's known tokens that need not be computed. Changes nothing."""
-        if not self.enabled or not table.reads:
+        if not self.enabled or table.bypass:
             return NO_MATCH
         return self.index.match(table.root, table.hashes, None if table.packed is None else bytes(table.packed))
 
@@ -127,7 +136,7 @@ class CacheManager:
         table.blocks = [*taken.blocks, *([taken.tail] if taken.tail else [])]
         table.private_from = len(table.blocks)
         table.settled = len(taken.blocks)
-        if self.enabled and table.reads:
+        if self.enabled and not table.bypass:
             for digest in table.hashes[table.settled :]:
                 if digest not in self.index.full and digest not in self.index.pending:
                     self.index.pending[digest] = table
@@ -176,7 +185,7 @@ class CacheManager:
             block = self.pool.allocate()
             reservation.changes.append((len(table.blocks), block.id))
             table.blocks.append(block)
-        self._grower = None
+        self._grower = self._eviction = None
         self._index_full(table, end // self.block_size, step)
         return reservation
 
@@ -199,7 +208,10 @@ class CacheManager:
             parent = table.hashes[i - 1] if i else table.root
             tokens = b"" if table.packed is None else bytes(table.packed[i * size : (i + 1) * size])
             self.index.add_full(block, digest, parent, tokens)
+            block.made_by, block.made = table.key, table.made
             self._ghosts.discard(digest)
+            if not i and tokens:
+                self._note_head(digest, tokens)
             if step is None:
                 self._computed(block)
             else:
@@ -219,6 +231,7 @@ class CacheManager:
         tokens = bytes(table.packed[start : start + filled * TOKEN_BYTES])
         redundant = self.index.add_tail(table.blocks[at], parent, tokens)
         if redundant is not None:
+            table.blocks[at].made_by, table.blocks[at].made = table.key, table.made
             self._drop(redundant)
             self.pins.offer(table.blocks[at])
 
@@ -278,9 +291,14 @@ class CacheManager:
     # --- the whole -------------------------------------------------------------------------------------------------
 
     def _evict(self, block: Block) -> None:
-        if block.hash is not None:
+        if self._eviction is None:
             by = self._grower
-            self._ghosts.add(block.hash, Evicted(self._clock(), by.key if by else "", by.root if by else None))
+            self._eviction = Evicted(self._clock(), by.key if by else "", by.root if by else None)
+        if block.hash is not None:
+            self._ghosts.add(block.hash, self._eviction)
+        else:
+            assert block.parent is not None
+            self._ghosts.add_tail(block.parent, block.tokens, self._eviction)
         self.usage.evicted(block)
         self.evicted_blocks += 1
         self.index.remove(block)
@@ -331,29 +349,37 @@ class CacheManager:
         self._ghosts.clear()
         return True
 
-    def explain(self, table: BlockTable, match: Match, num_prompt: int) -> CacheReport:
-        """Why ``match`` found no more of the prompt. Says nothing of other roots (tenants)."""
-        cached = min(match.tokens, num_prompt - 1)
-        if not self.enabled or not table.reads:
-            why = "prompt log-probabilities need every position" if self.enabled else "prefix caching is off"
-            return CacheReport(num_prompt, 0, Reason.BYPASSED, why)
-        reason, detail = self._reason(table, match, num_prompt)
-        return CacheReport(num_prompt, cached, reason, detail, match.tokens)
+    # --- why, and what if ------------------------------------------------------------------------------------------
 
-    def _reason(self, table: BlockTable, match: Match, num_prompt: int) -> tuple[Reason, str]:
-        if match.tokens >= num_prompt - 1:
-            return Reason.HIT, ""
-        following = match.tokens // self.block_size
-        if following < len(table.hashes) and (ghost := self._ghosts.get(table.hashes[following])) is not None:
-            by = (
-                f"request {ghost.by} needed its block" if ghost.root == table.root else "other traffic needed its block"
-            )
-            return Reason.EVICTED, f"evicted {self._clock() - ghost.time:.1f} s ago when {by}"
-        if match.continued and match.tokens:
-            return Reason.DIVERGED, f"an earlier prompt goes on differently from token {match.tokens}"
-        if not match.tokens:
-            return Reason.COLD, "nothing like it was seen"
-        return Reason.HIT, ""
+    def explain(self, table: BlockTable, match: Match, num_prompt: int, taken: Match | None = None) -> CacheReport:
+        """Why ``match`` found no more of the prompt, or what was ``taken`` of it. Says nothing of other roots."""
+        if not self.enabled:
+            why, feature = "prefix caching is off", "--no-enable-prefix-caching"
+        elif table.bypass:
+            why, feature = f"{table.bypass} needs every position computed", table.bypass
+        else:
+            return self._explainer.report(table, match, num_prompt, taken)
+        return CacheReport(num_prompt, 0, Reason.BYPASSED, why, feature=feature)
+
+    def at_sizes(self, table: BlockTable, match: Match, num_prompt: int) -> AtSizes | None:
+        """What the lookup finds in a cache of other size; asked before ``match`` is taken; None: bypassed."""
+        if not self.enabled or table.bypass:
+            return None
+        self.policy.keep_recent(max(0, self.pool.total // 2 - self.referenced_blocks))
+        return self._explainer.at_sizes(table, match, num_prompt, self.policy, self.pool.total)
+
+    def is_isolated(self, table: BlockTable) -> bool:
+        """Whether the prompt's first full block is cached, as far as is known, under another root than its own."""
+        if not table.hashes or table.packed is None:
+            return False
+        head = self._heads.get(hash(bytes(table.packed[: self.block_size * TOKEN_BYTES])))
+        return head is not None and head != table.hashes[0] and head in self.index.full
+
+    def _note_head(self, digest: BlockHash, tokens: bytes) -> None:
+        """For ``is_isolated``: under which root a first block was computed last. Of tokens only a number is kept."""
+        if len(self._heads) > 2 * self.pool.total:
+            self._heads = {number: head for number, head in self._heads.items() if head in self.index.full}
+        self._heads[hash(tokens)] = digest
 
     def check(self, tables: Iterable[BlockTable]) -> None:
         """Raise CacheInvariantError unless the books balance with these, the block tables of all live sequences."""

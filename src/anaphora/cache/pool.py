@@ -21,7 +21,8 @@ class Block:
     ``parent`` is the hash of what precedes it and ``tokens`` the packed tokens of its first ``filled`` slots, both
     set while it is indexed. ``hash`` is set only where it is full. ``step`` is the step that computes it, and
     ``ready`` says that this step has succeeded. ``children`` counts the indexed blocks that continue it. ``hits``
-    matches ended here, ``depth`` blocks from the beginning, the last of them at ``last_hit``.
+    matches ended here, ``depth`` blocks from the beginning, the last of them at ``last_hit``. The sequence ``made_by``
+    (its key), which came at ``made``, computed it. Times are in clock seconds.
     """
 
     __slots__ = (
@@ -32,6 +33,8 @@ class Block:
         "hits",
         "id",
         "last_hit",
+        "made",
+        "made_by",
         "parent",
         "ready",
         "ref_count",
@@ -56,6 +59,8 @@ class Block:
         self.hits = 0
         self.depth = 0
         self.last_hit = 0.0
+        self.made_by = ""
+        self.made = 0.0
 
     @property
     def indexed(self) -> bool:

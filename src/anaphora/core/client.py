@@ -22,6 +22,7 @@ from anaphora.core.child import LAST_WORDS_S, EngineProcess
 from anaphora.core.watchdog import Watchdog
 from anaphora.errors import AnaphoraError, ConfigError, EngineDead, InvalidRequest
 from anaphora.types import (
+    CacheReport,
     EngineInfo,
     EngineStats,
     FinishReason,
@@ -215,6 +216,10 @@ class EngineClient:
     async def list_prefixes(self, cache_salt: str | None, limit: int) -> PrefixList:
         """What prompts of a salt share, and what is pinned of it."""
         return await self._call(messages.ListPrefixes(cache_salt, limit), PrefixList)
+
+    async def explain(self, request: Request) -> CacheReport:
+        """What the request's prompt would find in the cache now, and why not more. Raises the engine's refusal."""
+        return await self._call(messages.Explain(request), CacheReport)
 
     async def check(self) -> None:
         """Check the cache's books; raises CacheInvariantError where they do not balance."""

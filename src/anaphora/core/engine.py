@@ -16,6 +16,7 @@ from anaphora.core.scheduler import Scheduler
 from anaphora.errors import InvalidRequest
 from anaphora.types import (
     Batch,
+    CacheReport,
     EngineInfo,
     EngineStats,
     ModelInfo,
@@ -72,6 +73,14 @@ class Engine:
         request.sampling.check_vocabulary(self.info.model.vocab_size)
         self._check_tokens(request.prompt_token_ids)
         self.scheduler.add(request)
+
+    def explain(self, request: Request) -> CacheReport:
+        """What the request's prompt would find in the cache now, and why not more. Changes nothing.
+
+        InvalidRequest for token ids that the model does not have.
+        """
+        self._check_tokens(request.prompt_token_ids)
+        return self.scheduler.explain(request)
 
     def pin(self, prefixes: Sequence[Prefix]) -> tuple[PinReport, ...]:
         """Keep beginnings of prompts in the cache. InvalidRequest, and nothing done, where one cannot be kept."""

@@ -65,6 +65,12 @@ class ListPrefixes(_Message, frozen=True):
     limit: int
 
 
+class Explain(_Message, frozen=True):
+    """Answered by a Reply with the CacheReport that the request would have now; nothing is computed."""
+
+    request: Request
+
+
 class Check(_Message, frozen=True):
     """Answered by a Reply, with an error where the cache's books do not balance."""
 
@@ -77,7 +83,7 @@ class Shutdown(_Message, frozen=True):
     """The process ends after the step that it is in."""
 
 
-Command = Add | Abort | FinishChoice | Reset | Pin | Unpin | ListPrefixes | Check | Ping | Shutdown
+Command = Add | Abort | FinishChoice | Reset | Explain | Pin | Unpin | ListPrefixes | Check | Ping | Shutdown
 
 
 # --- Engine to client ---------------------------------------------------------------------------------------------

@@ -103,6 +103,8 @@ class EngineHost:
                 self._changed(self._engine.prefixes.unpin(prefixes, ids))
             case messages.ListPrefixes(cache_salt, limit):
                 self._reply(self._engine.prefixes.list(cache_salt, limit))
+            case messages.Explain(request):
+                self._reply(self._engine.explain(request))
             case messages.Check():
                 self._engine.check()
                 self._reply()

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
 from anaphora.cache.events import Reason
+from anaphora.cache.explain import AtSizes
 from anaphora.cache.hashing import root_hash
 from anaphora.cache.index import Match
 from anaphora.cache.manager import BlockTable, CacheManager
@@ -22,6 +23,7 @@ from anaphora.errors import InvalidRequest
 from anaphora.types import (
     Batch,
     BlockCopy,
+    CacheReport,
     Chunk,
     EngineStats,
     FinishReason,
@@ -108,16 +110,25 @@ class Scheduler:
         room = self.max_model_len - prompt
         wanted = request.sampling.max_tokens
         max_tokens = room if wanted is None else min(wanted, room)
-        root = root_hash(self.identity, request.cache_salt)
         live = self._live[request.id] = []
         for choice in range(request.sampling.n):
-            reads = request.read_cache and (choice > 0 or request.sampling.prompt_logprobs is None)
-            table = self.cache.table(request.id, request.prompt_token_ids, root, reads=reads)
-            sequence = Sequence(request, choice, self._arrivals, max_tokens, table)
+            sequence = Sequence(request, choice, self._arrivals, max_tokens, self._table(request, choice))
             self._arrivals += 1
             live.append(sequence)
             self.waiting.append(sequence)
             self._arrived.append(sequence)
+
+    def _table(self, request: Request, choice: int) -> BlockTable:
+        root = root_hash(self.identity, request.cache_salt)
+        bypass = "" if request.read_cache else "read_cache"
+        if request.sampling.prompt_logprobs is not None and not choice:
+            bypass = "prompt_logprobs"
+        return self.cache.table(request.id, request.prompt_token_ids, root, bypass=bypass)
+
+    def explain(self, request: Request) -> CacheReport:
+        """What the request's prompt would find now, and why not more. Changes nothing."""
+        table = self._table(request, 0)
+        return self.cache.explain(table, self.cache.match(table), len(request.prompt_token_ids))
 
     def abort(self, request_id: str) -> bool:
         """End all choices of a request without a word. False if there is none."""
@@ -236,6 +247,7 @@ class Scheduler:
             sequence.waited_s += now - sequence.wait_since
             sequence.wait = None
         known = len(sequence.token_ids)
+        sizes = None if sequence.report else self.cache.at_sizes(sequence.table, match, sequence.num_prompt)
         taken = self.cache.admit(sequence.table, match, min(known + 1, self.max_model_len), headroom)
         if taken is None:
             return False
@@ -243,7 +255,9 @@ class Scheduler:
         bisect.insort(self.running, sequence, key=lambda s: s.order)
         sequence.admitted(self._free_slots.pop(), taken.tokens)
         if sequence.report is None:
-            self._first_admission(sequence, taken, now)
+            report = self.cache.explain(sequence.table, match, sequence.num_prompt, taken)
+            self._first_admission(sequence, taken, report, now)
+            self._count_beyond(sequence, report, sizes)
         sampling = sequence.request.sampling
         if sequence.choice or sequence.prompt_done:
             sampling = replace(sampling, prompt_logprobs=None)
@@ -277,10 +291,14 @@ class Scheduler:
                 self._look_up(sequence)
         self._arrived.clear()
 
-    def _first_admission(self, sequence: Sequence, match: Match, now: float) -> None:
+    def _first_admission(self, sequence: Sequence, match: Match, report: CacheReport, now: float) -> None:
         """Fix what the lookup found, and count it: once a prompt, whatever becomes of it later."""
-        report = self.cache.explain(sequence.table, match, sequence.num_prompt)
-        sequence.report = replace(report, waited=sequence.waited_s > 0)
+        if sequence.waited_s > 0:
+            if report.reason in (Reason.HIT, Reason.SHORT):
+                detail = f"waited {sequence.waited_s:.3f} s for another request that computed the same"
+                report = replace(report, reason=Reason.IN_FLIGHT, detail=detail)
+            report = replace(report, waited=True)
+        sequence.report = report
         sequence.first_scheduled = now
         if sequence.choice:
             return
@@ -293,6 +311,17 @@ class Scheduler:
             stats.hits += report.cached_tokens
             stats.requests_hit += report.cached_tokens > 0
             self.cache.usage.hit(match.blocks, now)
+
+    def _count_beyond(self, sequence: Sequence, report: CacheReport, sizes: AtSizes | None) -> None:
+        """Count what caches of other size would have found, and whether another salt has what this one lacks."""
+        if sequence.choice or sizes is None:
+            return
+        stats = self.stats
+        stats.hits_half += sizes.half
+        stats.hits_twice += sizes.twice
+        stats.hits_four_times += sizes.four_times
+        if report.position < self.cache.block_size and report.reason != Reason.EVICTED:
+            stats.isolated += self.cache.is_isolated(sequence.table)
 
     # --- taking results --------------------------------------------------------------------------------------------
 

@@ -60,7 +60,7 @@ _REQUEST_TIME: tuple[float, ...] = (
 )
 _STEP_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 _CHOICES = (1, 2, 5, 10, 20)
-_MISS_REASONS = tuple(reason.value for reason in Reason if reason is not Reason.HIT)
+_MISS_REASONS = (Reason.COLD, Reason.DIVERGED, Reason.EVICTED, Reason.BYPASSED)
 
 
 class Reading(NamedTuple):
@@ -81,7 +81,11 @@ def _waiting_by_reason(stats: EngineStats) -> dict[str, float]:
 
 
 def _misses(stats: EngineStats) -> dict[str, float]:
-    return {reason: stats.misses.get(reason, 0) for reason in _MISS_REASONS}
+    return {reason.value: stats.misses.get(reason, 0) for reason in _MISS_REASONS}
+
+
+def _hits_at_sizes(stats: EngineStats) -> dict[str, float]:
+    return {"0.5": stats.hits_half, "1": stats.hits, "2": stats.hits_twice, "4": stats.hits_four_times}
 
 
 GAUGES = (
@@ -128,6 +132,17 @@ COUNTERS = (
     Reading("anaphora:requests_scheduled", "Requests scheduled for the first time.", lambda s: s.requests),
     Reading("anaphora:requests_hit", "Of those, the ones that reused at least one token.", lambda s: s.requests_hit),
     Reading("anaphora:cache_misses", "Requests by the reason why no more was reused.", _misses, "reason"),
+    Reading(
+        "anaphora:requests_isolated",
+        "Requests that found no block of theirs, and whose first block is cached under another salt.",
+        lambda s: s.isolated,
+    ),
+    Reading(
+        "anaphora:prefix_cache_hits_at_size",
+        "Prompt tokens that a cache of so many times the size would have found.",
+        _hits_at_sizes,
+        "size",
+    ),
     Reading("anaphora:evicted_blocks", "Cached KV blocks given up for others.", lambda s: s.evicted_blocks),
     Reading(
         "anaphora:computed_prompt_tokens",
@@ -153,7 +168,8 @@ class Totals:
     """
 
     _COUNTERS = (
-        *("queries", "hits", "requests", "requests_hit", "prompt_tokens", "computed_prompt_tokens"),
+        *("queries", "hits", "requests", "requests_hit", "prompt_tokens", "computed_prompt_tokens", "isolated"),
+        *("hits_half", "hits_twice", "hits_four_times"),
         *("generation_tokens", "preemptions", "evicted_blocks", "failed_steps", "steps"),
         *("prefill_seconds", "prefill_seconds_saved"),
     )
