@@ -125,7 +125,8 @@ def test_a_flag_that_only_vllm_has_is_named(flag: str, form: str, capsys: pytest
 
 
 @pytest.mark.parametrize(
-    "argument", ["--enable-lora", "--no-enable-lora", "--hf-overrides.rope_scaling.factor", "--no-enforce-eager"]
+    "argument",
+    ["--enable-lora", "--no-enable-lora", "--hf-overrides.rope_scaling.factor", "--no-enable-chunked-prefill"],
 )
 def test_negated_and_dotted_forms_are_named_too(argument: str) -> None:
     with pytest.raises(ConfigError, match=r"is a flag of vllm serve that Anaphora does not have"):
@@ -133,13 +134,12 @@ def test_negated_and_dotted_forms_are_named_too(argument: str) -> None:
 
 
 def test_flags_that_change_nothing_are_accepted_with_a_note(served: list[Any], capsys: Any) -> None:
-    assert cli.main(["serve", "-tp", "1", "--swap_space=3", "--enforce-eager", "--disable-log-requests", "M"]) == 0
+    assert cli.main(["serve", "-tp", "1", "--swap_space=3", "--enable-prompt-tokens-details", "M"]) == 0
     notes = [line for line in capsys.readouterr().err.splitlines() if line.startswith("note: ")]
     assert [note.split()[1] for note in notes] == [
         "--tensor-parallel-size",
         "--swap-space",
-        "--enforce-eager",
-        "--disable-log-requests",
+        "--enable-prompt-tokens-details",
     ]
     assert served[0][2].name == "M"
 

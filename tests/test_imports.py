@@ -35,6 +35,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "anaphora.model": BASE
     | {"anaphora.attention", "anaphora.text"}
     | {"torch", "transformers", "safetensors", "accelerate", "gguf", "numpy", "filelock", "huggingface_hub", "psutil"},
+    "anaphora.model.fused": BASE | {"anaphora.attention", "anaphora.model", "torch", "triton"},
+    "anaphora.model.kernels": {"triton"},
     "anaphora.observe": BASE | {"anaphora.cache.events", "anaphora.cache.hashing", "msgspec", "prometheus_client"},
     "anaphora.llm": BASE | {"anaphora.core.engine", "anaphora.model", "anaphora.text", "rich"},
     "anaphora.server": BASE

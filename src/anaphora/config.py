@@ -80,6 +80,11 @@ class ModelConfig:
         "auto and safetensors read weights from safetensors files; dummy makes random ones, for benchmarks",
         choices=("auto", "safetensors", "dummy"),
     )
+    enforce_eager: bool = option(
+        False,
+        "on a GPU: capture no CUDA graphs, which starts sooner and runs slower",
+        cpu_note="it has no effect on a CPU, where there are no graphs",
+    )
     seed: int = option(0, "base of the sampling seed where a request gives none")
     max_model_len: int | None = option(
         None,

@@ -136,21 +136,21 @@ def test_long_ranges_are_cut_and_merged(dtype: torch.dtype, monkeypatch: pytest.
 class Fixed:
     """A backend that plans as for a CUDA graph."""
 
-    def __init__(self, backend: TritonAttention, shared: bool) -> None:
-        backend.reserve(8)
+    def __init__(self, backend: TritonAttention, tiles: bool) -> None:
+        backend.reserve(16)
         self._backend = backend
-        self._shared = shared
+        self._tiles = tiles
         self.run = backend.run
 
     def plan(self, layout: StepLayout) -> None:
-        assert self._backend.plan_fixed(layout, len(layout.queries), self._shared) is self._shared
+        assert self._backend.plan_fixed(layout, len(layout.slot_mapping), self._tiles) is self._tiles
 
 
 def test_lists_in_fixed_buffers(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     shape = Shape(KVLayout(1, 64, 64), heads=12)
     step = rounded(make_step(shape, [*TREE[:5], TREE[1]], LayerOptions(0.125)), dtype)
     backend = backend_class("cuda")([shape.layout], 60, shape.block_size, dtype, DEVICE)
-    fixed = Fixed(backend, shared=True)
+    fixed = Fixed(backend, tiles=True)
     groups = (PrefixGroup(0, 2, (0, 1, 2, 3, 5)), PrefixGroup(2, 4, (0, 1, 5)))
     run(step, fixed, backend.pools[0], dtype)  # to learn the shapes of the layers
     assert error(run(step, fixed, backend.pools[0], dtype), step.expected()) < TOLERANCE[dtype]
@@ -158,6 +158,41 @@ def test_lists_in_fixed_buffers(dtype: torch.dtype, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(fixed_module, "TABLE_ENTRIES", 10)
     layout = StepLayout(torch.zeros(6, dtype=torch.int64, device=DEVICE), tuple(step.queries))
     assert backend.plan_fixed(layout, 6) is None
+
+
+def test_a_mixed_batch_in_fixed_buffers(dtype: torch.dtype) -> None:
+    shape = Shape(KVLayout(1, 64, 64), heads=12)
+    sequences = (
+        Known(cached=37),
+        Known(cached=20, new=3),
+        Known(cached=0, new=9),
+        Known(cached=40, parent=0, shared=2),
+    )
+    step = rounded(make_step(shape, sequences, LayerOptions(0.125)), dtype)
+    backend = backend_class("cuda")([shape.layout], 60, shape.block_size, dtype, DEVICE)
+    fixed = Fixed(backend, tiles=True)
+    run(step, fixed, backend.pools[0], dtype)  # to learn the shapes of the layers
+    for groups in ((), (PrefixGroup(0, 2, (0, 3)),)):
+        assert error(run(step, fixed, backend.pools[0], dtype, groups), step.expected()) < TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("grouped", [False, True])
+def test_whether_a_step_has_large_tiles_is_read_off_it(grouped: bool) -> None:
+    shape = Shape(KVLayout(1, 64, 64), heads=12)
+    backend = backend_class("cuda")([shape.layout], 60, shape.block_size, torch.float32, DEVICE)
+    backend.reserve(16)
+    backend.pools[0].zero_()
+    found = []
+    for sequences in ((Known(cached=37), Known(cached=40, parent=0, shared=2)), (Known(cached=5), Known(0, new=3))):
+        step = make_step(shape, sequences, LayerOptions(0.125))
+        groups = (PrefixGroup(0, 2, (0, 1)),) if grouped else ()
+        rows = sum(query.length for query in step.queries)
+        layout = StepLayout(torch.zeros(rows, dtype=torch.int64, device=DEVICE), tuple(step.queries), groups)
+        backend.plan_fixed(layout, rows, True)
+        query, key = (torch.zeros(heads, rows, 64, device=DEVICE) for heads in (12, 1))
+        backend.run(0, query, key, key, LayerOptions(0.125))
+        found.append(backend.plan_fixed(layout, rows))
+    assert found == [grouped, True]
 
 
 def test_a_corrupt_cached_block_shows(dtype: torch.dtype) -> None:

@@ -143,6 +143,11 @@ def route(calls: LayerCalls) -> Iterator[None]:
         _calls.reset(token)
 
 
+def attend(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, options: LayerOptions) -> Tensor:
+    """Ask whom the calls are routed to; shapes as in ``LayerCalls.attend``."""
+    return _calls.get().attend(module, query, key, value, options)
+
+
 def _attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
 ) -> tuple[Tensor, None]:
@@ -158,7 +163,7 @@ def _attention(
         raise ModelError(f"{type(module).__name__} passes an attention mask of its own, which paged attention ignores")
     if unknown := sorted(name for name, given in options.items() if not _harmless(name, given)):
         raise ModelError(f"{type(module).__name__} attends with {', '.join(unknown)}, which is not supported")
-    return _calls.get().attend(module, query, key, value, known), None
+    return attend(module, query, key, value, known), None
 
 
 def _harmless(name: str, given: Any) -> bool:

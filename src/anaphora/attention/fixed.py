@@ -35,10 +35,12 @@ class DeviceList:
 
 
 class FixedList:
-    """Room for the decode rows of a padded batch. ``shared``: with large tiles, which groups of prefixes need."""
+    """Room for a padded batch. ``tiles``: of several rows too, which groups of prefixes and chunks need."""
 
-    def __init__(self, rows: int, shared: bool, tiling: Tiling, buffer: Tensor) -> None:
-        items, large = 2 * rows + tiling.programs, rows // 4 + tiling.programs if shared else 0
+    def __init__(self, rows: int, tiles: bool, tiling: Tiling, buffer: Tensor) -> None:
+        items, large = 2 * rows + tiling.programs, 0
+        if tiles:
+            large = 2 * rows // (tiling.small // tiling.heads_per_group + 1) + tiling.programs  # two levels of groups
         self._buffer = buffer
         # In the order of the buffer: counts, small, large, members, merges, positions; then the tables.
         self._sizes = [-(-size // 4) * 4 for size in (12, items * 8, large * 8, rows * 8, rows * 3, rows)]

@@ -7,8 +7,10 @@ once a tile of rows, not once a row.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -40,10 +42,10 @@ class _Shape:
     stages: int
 
 
-def _shapes(layout: KVLayout, group: int, itemsize: int, chunks: bool) -> tuple[_Shape, _Shape]:
-    """For small and large tiles: the fastest of those tried on a Hopper processor (``benchmarks/attention.py``).
+def _shapes(layout: KVLayout, group: int, itemsize: int) -> tuple[_Shape, _Shape]:
+    """For small and large tiles: of those tried on a Hopper processor the fastest (``benchmarks/attention.py``).
 
-    Large tiles are of chunks (arithmetic counts: few warps with many registers) or of groups alone.
+    The two run beside each other, so neither may fill a processor's shared memory alone.
     """
     least = max(16, triton.next_power_of_2(group))
     if itemsize > 2:
@@ -52,8 +54,7 @@ def _shapes(layout: KVLayout, group: int, itemsize: int, chunks: bool) -> tuple[
         return _Shape(least, 32, 4, 2), _Shape(max(64, least), 32, 8, 2)
     if layout.key_size > 128:
         return _Shape(least, 64, 4, 2), _Shape(max(64, least), 64, 4, 2)
-    large = _Shape(max(128, least), 64, 4, 3) if chunks else _Shape(max(128, least), 128, 8, 3)
-    return _Shape(least, 64, 2, 3), large
+    return _Shape(least, 32, 1, 3), _Shape(max(128, least), 64, 4, 3)
 
 
 class TritonAttention:
@@ -70,10 +71,11 @@ class TritonAttention:
         self._dtype = dtype
         self._pools = _make_pools(layouts, num_blocks * block_size, dtype, device)
         self._processors = 1
+        self._side: torch.cuda.Stream | None = None
         if device.type == "cuda":
+            self._side = torch.cuda.Stream(device)
             self._processors = torch.cuda.get_device_properties(device).multi_processor_count
         self._layout: StepLayout | None = None
-        self._chunks = False
         self._lists: dict[Tiling, DeviceList] = {}
         self._room: tuple[int, bool] | None = None
         self._plans: dict[Tiling, WorkList] = {}
@@ -126,7 +128,6 @@ class TritonAttention:
 
     def plan(self, layout: StepLayout) -> None:
         self._layout = layout
-        self._chunks = any(query.length > 1 for query in layout.queries)
         self._room = None
         self._lists.clear()
         self._plans.clear()
@@ -135,20 +136,20 @@ class TritonAttention:
         """``plan_fixed`` will be used for up to this many rows."""
         self._most_rows = rows
 
-    def plan_fixed(self, layout: StepLayout, rows: int, shared: bool | None = None) -> bool | None:
-        """Plan a step of decode rows in buffers that stay where they are: those of ``rows`` and ``shared``.
+    def plan_fixed(self, layout: StepLayout, rows: int, tiles: bool | None = None) -> bool | None:
+        """Plan a step in buffers that stay where they are: those of ``rows`` and ``tiles``.
 
-        Returns ``shared``, which is whether prefixes are attended to in large tiles and, left out, is read off the
-        step; None if the step does not fit.
+        Returns ``tiles``, which is whether there are large ones (groups of prefixes, chunks) and, left out, is read
+        off the step; None if the step does not fit.
         """
         self.plan(layout)
-        if shared is None:
-            shared = any(len(self._plan(tiling).large) > 0 for tiling in self._buffers)
-        self._room = (rows, shared)
+        if tiles is None:
+            tiles = any(len(self._plan(tiling).large) > 0 for tiling in self._buffers)
+        self._room = (rows, tiles)
         for tiling in self._buffers:
-            if not self._fixed_list(tiling, rows, shared).fill(self._plan(tiling)):
+            if not self._fixed_list(tiling, rows, tiles).fill(self._plan(tiling)):
                 return None
-        return shared
+        return tiles
 
     def run(self, layer: int, query: Tensor, key: Tensor, value: Tensor | None, options: LayerOptions) -> Tensor:
         layout = self._layouts[layer]
@@ -156,24 +157,40 @@ class TritonAttention:
         group = heads // layout.heads
         pool, place = self._pools[layer]
         itemsize = (query if self._dtype == FLOAT8 else pool).element_size()  # of what is multiplied
-        small, large = _shapes(layout, group, itemsize, self._chunks)
+        small, large = _shapes(layout, group, itemsize)
         programs = max(1, self._processors * PROGRAMS_PER_PROCESSOR // layout.heads)
         assert self._layout is not None
         step = self._list(Tiling(group, small.m, large.m, programs, layout.token_bytes(self._dtype)))
         self._write(layout, pool[place], self._layout.slot_mapping, key, value)
         out = query.new_empty(rows, heads, layout.value_size)
         parts = self._part_buffers(heads, layout.value_size, step.parts)
-        work = ((small, step.small, step.launches[0], 0), (large, step.large, step.launches[1], 1))
-        for shape, items, launched, at in work:
-            if launched:
-                target = (query, pool[place], out, *parts)
-                self._attend(layout, shape, (items, launched, step.counts[4 * at :]), step, target, options)
+        work = ((large, step.large, step.launches[1], 1), (small, step.small, step.launches[0], 0))
+        target = (query, pool[place], out, *parts)
+        with self._beside(all(step.launches[:2])) as aside:
+            for shape, items, launched, at in work:
+                if launched:
+                    with aside if shape is large else nullcontext():
+                        self._attend(layout, shape, (items, launched, step.counts[4 * at :]), step, target, options)
         if step.launches[2]:
             kernels.merge_parts[(step.launches[2], heads)](
                 *parts, out, step.merges, step.counts[8:], _sinks(options, out),
                 heads, layout.value_size, triton.next_power_of_2(layout.value_size), options.sinks is not None,
             )  # fmt: skip
         return out
+
+    @contextmanager
+    def _beside(self, both: bool) -> Iterator[AbstractContextManager[Any]]:
+        """Inside of what is given, launches go beside the others: large tiles compute while small ones read.
+
+        In graphs alone; outside of one, the launches of a second stream cost more than they win.
+        """
+        if not both or self._side is None or self._room is None:
+            yield nullcontext()
+            return
+        main = torch.cuda.current_stream()
+        self._side.wait_stream(main)
+        yield torch.cuda.stream(self._side)
+        main.wait_stream(self._side)
 
     def _list(self, tiling: Tiling) -> DeviceList:
         """The present step's list for layers of this shape; most models have one shape."""
@@ -194,12 +211,12 @@ class TritonAttention:
             self._plans[tiling] = plan(self._layout.queries, self._layout.groups, self._block_size, tiling)
         return self._plans[tiling]
 
-    def _fixed_list(self, tiling: Tiling, rows: int, shared: bool) -> FixedList:
-        name = (tiling, rows, shared)
+    def _fixed_list(self, tiling: Tiling, rows: int, tiles: bool) -> FixedList:
+        name = (tiling, rows, tiles)
         if name not in self._fixed:
             if tiling not in self._buffers:
                 self._buffers[tiling] = FixedList.buffer(self._most_rows, tiling, self._device)
-            self._fixed[name] = FixedList(rows, shared, tiling, self._buffers[tiling])
+            self._fixed[name] = FixedList(rows, tiles, tiling, self._buffers[tiling])
         return self._fixed[name]
 
     def _part_buffers(self, heads: int, size: int, parts: int) -> tuple[Tensor, Tensor]:

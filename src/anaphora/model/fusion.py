@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 _SIBLINGS = ("q_proj", "k_proj", "v_proj")
 """Projections that an attention applies to one and the same input."""
@@ -80,21 +79,6 @@ def fuse(model: nn.Module) -> None:
         for name, child in list(parent.named_children()):
             if type(child) is nn.Linear and _packs(child.weight):
                 setattr(parent, name, PackedLinear(child.weight.detach(), child.bias))
-
-
-def fuse_norms(model: nn.Module) -> None:
-    """On a GPU: RMS norms as one kernel each instead of six, where they agree."""
-    for module in model.modules():
-        eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
-        weight: Any = getattr(module, "weight", None)
-        if not type(module).__name__.endswith("RMSNorm") or eps is None or weight is None or weight.dim() != 1:
-            continue
-
-        def forward(x: Tensor, weight: Tensor = weight, eps: float = eps) -> Tensor:
-            return functional.rms_norm(x, weight.shape, weight, eps)
-
-        if _agree(module, forward, torch.randn(4, len(weight), generator=_generator()).to(weight)):
-            module.forward = forward
 
 
 def _join_siblings(module: nn.Module) -> None:

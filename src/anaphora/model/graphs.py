@@ -1,7 +1,8 @@
-"""Decode steps as CUDA graphs: one launch in place of a thousand.
+"""Steps as CUDA graphs: one launch in place of hundreds.
 
-A graph is of a padded number of rows, with or without groups of prefixes in large tiles; nothing else is fixed. Its
-inputs lie in one buffer, the logits in another. Padding rows write to the null block and nobody reads them.
+A graph is of a padded number of rows, with or without large tiles, which groups of prefixes and chunks of prompts
+need; nothing else is fixed. Its inputs lie in one buffer, the logits of all its rows in another. Padding rows write to
+the null block and nobody reads them.
 """
 
 from __future__ import annotations
@@ -21,33 +22,36 @@ if TYPE_CHECKING:
 SIZES = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 160, 192, 224, 256, 320, 384, 448, 512, 640, 768, 896, 1024)
 """Rows of a graph, beside the most that can run. A step takes the next larger one."""
 
+MOST_WITH_CHUNKS = 256
+"""Rows of a step with chunks. The GPU needs longer for a larger one than the host does to send it."""
+
 Forward = Callable[[Tensor, Tensor], Tensor]
 
 
-class DecodeGraphs:
-    """Captured for steps of up to ``most_rows`` rows.
+class StepGraphs:
+    """Captured for steps of up to ``most_seqs`` decode rows, or ``most_tokens`` of any.
 
     ``forward`` takes token ids and positions ``[1, T]`` and returns logits ``[T, V]`` in the model's dtype.
     """
 
-    def __init__(self, forward: Forward, backend: TritonAttention, most_rows: int, vocab_size: int) -> None:
+    def __init__(
+        self, forward: Forward, backend: TritonAttention, most_seqs: int, most_tokens: int, vocab_size: int
+    ) -> None:
         self._forward = forward
         self._backend = backend
-        self._sizes = [*(size for size in SIZES if size < most_rows), most_rows]
+        self._decode_sizes = [*(size for size in SIZES if size < most_seqs), most_seqs]
+        self._chunk_sizes = [size for size in SIZES if size <= min(MOST_WITH_CHUNKS, most_tokens)]
+        most = most_rows(most_seqs)
         device = torch.device("cuda", torch.cuda.current_device())
-        self._inputs = torch.zeros(3 * self._sizes[-1], dtype=torch.int64, device=device)
-        self._logits = torch.empty(self._sizes[-1], vocab_size, dtype=torch.float32, device=device)
+        self._inputs = torch.zeros(3 * most, dtype=torch.int64, device=device)
+        self._logits = torch.empty(most, vocab_size, dtype=torch.float32, device=device)
         self._graphs: dict[tuple[int, bool], torch.cuda.CUDAGraph] = {}
+        self._backend.reserve(most)
         self._capture_all()
 
-    @staticmethod
-    def bytes_needed(most_rows: int, vocab_size: int) -> int:
-        """What the graphs take beside the weights and the pool, roughly: logits twice, and what a layer makes."""
-        return most_rows * vocab_size * 6 + 2**29
-
-    def rows(self, count: int) -> int | None:
+    def rows(self, count: int, chunks: bool) -> int | None:
         """Rows of the graph for a step of ``count``; None if there is none."""
-        return next((size for size in self._sizes if size >= count), None)
+        return next((size for size in (self._chunk_sizes if chunks else self._decode_sizes) if size >= count), None)
 
     def run(self, inputs: StepInputs) -> Tensor | None:
         """Logits ``[rows, V]`` float32, valid until the next run; None if the step fits no graph.
@@ -56,12 +60,11 @@ class DecodeGraphs:
         """
         rows = inputs.token_ids.shape[1]
         layout = StepLayout(self._part(rows, 2), inputs.layout.queries, inputs.layout.groups)
-        shared = self._backend.plan_fixed(layout, rows)
-        if shared is None:
+        tiles = self._backend.plan_fixed(layout, rows)
+        if tiles is None:
             return None
-        for place, values in enumerate((inputs.token_ids[0], inputs.positions[0], inputs.layout.slot_mapping)):
-            self._part(rows, place).copy_(values)
-        self._graphs[rows, shared].replay()
+        self._inputs[: 3 * rows].copy_(inputs.rows)
+        self._graphs[rows, tiles].replay()
         return self._logits[:rows]
 
     def _part(self, rows: int, place: int) -> Tensor:
@@ -69,22 +72,32 @@ class DecodeGraphs:
 
     def _capture_all(self) -> None:
         """The largest first: the others live in its memory."""
-        self._backend.reserve(self._sizes[-1])
         pool = torch.cuda.graph_pool_handle()
-        for rows in reversed(self._sizes):
-            for shared in (True, False):
-                self._inputs.zero_()
-                queries = tuple(QueryRange(slot, slot, 1, 0, (0,)) for slot in range(rows))
-                layout = StepLayout(self._part(rows, 2), queries)
-                self._backend.plan_fixed(layout, rows, shared)
+        wanted = {(rows, tiles) for rows in self._decode_sizes for tiles in (True, False)}
+        wanted |= {(rows, True) for rows in self._chunk_sizes}
+        for rows, tiles in sorted(wanted, reverse=True):
+            self._inputs.zero_()
+            queries = tuple(QueryRange(slot, slot, 1, 0, (0,)) for slot in range(rows))
+            layout = StepLayout(self._part(rows, 2), queries)
+            self._backend.plan_fixed(layout, rows, tiles)
+            self._compute(rows)
+            self._backend.plan_fixed(layout, rows, tiles)
+            torch.cuda.synchronize()
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, pool=pool):
                 self._compute(rows)
-                self._backend.plan_fixed(layout, rows, shared)
-                torch.cuda.synchronize()
-                graph = torch.cuda.CUDAGraph()
-                with torch.cuda.graph(graph, pool=pool):
-                    self._compute(rows)
-                self._graphs[rows, shared] = graph
+            self._graphs[rows, tiles] = graph
 
     def _compute(self, rows: int) -> None:
         logits = self._forward(self._part(rows, 0)[None], self._part(rows, 1)[None])
         self._logits[:rows].copy_(logits)
+
+
+def most_rows(most_seqs: int) -> int:
+    """Of any graph."""
+    return max(most_seqs, MOST_WITH_CHUNKS)
+
+
+def bytes_needed(most_seqs: int, vocab_size: int) -> int:
+    """What the graphs take beside the weights and the pool, roughly: logits twice, and what a layer makes."""
+    return most_rows(most_seqs) * vocab_size * 6 + 2**29

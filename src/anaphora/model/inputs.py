@@ -30,12 +30,14 @@ ROW_MULTIPLE = 16
 class StepInputs:
     """``token_ids`` and ``positions`` ``[1, T]`` int64. ``sample_rows`` ``[R]`` int64: the rows of ``sample_slots``.
 
+    ``rows`` ``[3 T]`` is token ids, positions and the layout's slots one behind the other, in the same memory.
     A token id -1 - s stands for the one sampled last in slot s. ``given`` counts the rows whose token came with the
     batch.
     """
 
     token_ids: Tensor
     positions: Tensor
+    rows: Tensor
     layout: StepLayout
     sample_rows: Tensor
     sample_slots: list[int]
@@ -100,6 +102,7 @@ def flatten(
     return StepInputs(
         sent[None, :total],
         sent[None, total : 2 * total],
+        sent[: 3 * total],
         layout,
         sent[3 * total : 3 * total + len(rows)],
         sampling,

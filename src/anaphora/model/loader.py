@@ -18,7 +18,6 @@ from transformers import logging as transformers_logging
 from anaphora.attention.base import IMPLEMENTATION, Absorbed, KVLayout, LatentTap, LayerOptions, route
 from anaphora.config import ModelConfig
 from anaphora.errors import ModelError
-from anaphora.model.fusion import fuse, fuse_norms
 
 _DTYPES = {
     "bfloat16": torch.bfloat16,
@@ -74,7 +73,7 @@ def sketch(settings: ModelConfig, device: torch.device) -> Sketch:
     model = _random_weights(config, dtype, settings.trust_remote_code, torch.device("meta"))
     weights = sum(tensor.nbytes for tensor in model.parameters())
     try:
-        layouts = _probe(model, folder)[0]
+        layouts = _probe(model, folder)[0].in_order()
     except ModelError:  # code that looks at values; if there is another reason, it comes up again with the weights
         layouts = ()
     return Sketch(dtype, weights, layouts)
@@ -91,15 +90,24 @@ def load_model(settings: ModelConfig, device: torch.device) -> LoadedModel:
         model = _random_weights(config, dtype, settings.trust_remote_code, device)
     else:
         model = _load_weights(folder, dtype, settings.trust_remote_code, device)
-    layouts, absorbed, tap, vocab_size = _probe(model, folder)
+    probe, tap, vocab_size = _probe(model, folder)
     weights = sum(tensor.nbytes for tensor in _tensors(model))
-    if device.type == "cpu":
-        fuse(model)
-    else:
-        fuse_norms(model)
-    return LoadedModel(
-        model, layouts, absorbed, tap, _cache_keyword(model), vocab_size, window, dtype, weights, tuple(warnings)
+    loaded = LoadedModel(
+        model, probe.in_order(), probe.absorbed, tap, _cache_keyword(model), vocab_size, window, dtype, weights, tuple(warnings)
     )
+    _fuse(loaded, probe.options, device)
+    return loaded
+
+
+def _fuse(loaded: LoadedModel, options: dict[int, LayerOptions], device: torch.device) -> None:
+    if device.type == "cpu":
+        from anaphora.model import fusion
+
+        fusion.fuse(loaded.model)
+    else:
+        from anaphora.model import fused  # triton comes with torch for GPUs only
+
+        fused.fuse(base_of(loaded.model), loaded.arguments(), options)
 
 
 def base_of(model: Any) -> nn.Module:
@@ -293,6 +301,10 @@ class _Probe:
         self.absorbed: dict[int, Absorbed] = {}
         self.options: dict[int, LayerOptions] = {}
 
+    def in_order(self) -> tuple[KVLayout, ...]:
+        """The layouts by layer."""
+        return tuple(self.layouts[layer] for layer in sorted(self.layouts))
+
     def attend(self, module: Any, query: Tensor, key: Tensor, value: Tensor, options: LayerOptions) -> Tensor:
         layer = getattr(module, "layer_idx", None)
         if layer is None or layer in self.layouts:
@@ -309,7 +321,7 @@ class _Probe:
         return value.repeat_interleave(query.shape[1] // value.shape[1], dim=1).transpose(1, 2)
 
 
-def _probe(model: Any, folder: Path) -> tuple[tuple[KVLayout, ...], dict[int, Absorbed], LatentTap | None, int]:
+def _probe(model: Any, folder: Path) -> tuple[_Probe, LatentTap | None, int]:
     """Run one token and require that each layer attends through us, once."""
     config = model.config
     tap = LatentTap() if getattr(config, "kv_lora_rank", None) else None
@@ -329,7 +341,7 @@ def _probe(model: Any, folder: Path) -> tuple[tuple[KVLayout, ...], dict[int, Ab
         silent = sorted(set(layers) - set(probe.layouts))
         raise ModelError(f"{name} cannot be served: its layers {silent} do not attend through the attention interface")
     _check_options(config, probe, name)
-    return tuple(probe.layouts[i] for i in layers), probe.absorbed, tap, int(logits.shape[-1])
+    return probe, tap, int(logits.shape[-1])
 
 
 def _check_options(config: PreTrainedConfig, probe: _Probe, name: str) -> None:

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from anaphora.attention.base import PagedLayers, backend_class, route
-from anaphora.config import EngineConfig
+from anaphora.config import EngineConfig, SchedulerConfig
 from anaphora.errors import StepFailed
-from anaphora.model.graphs import DecodeGraphs
+from anaphora.model.graphs import StepGraphs, bytes_needed
 from anaphora.model.inputs import StepInputs, flatten
 from anaphora.model.loader import LoadedModel, base_of, load_model, sketch
 from anaphora.model.memory import (
@@ -99,7 +99,7 @@ class ModelRunner:
         self._tables: dict[int, array[int]] = {}
         self._last = torch.zeros(config.scheduler.max_num_seqs, dtype=torch.int64, device=device)
         self._sampled: set[int] = set()
-        self._graphs: DecodeGraphs | None = None
+        self._graphs: StepGraphs | None = None
         self._free_memory = (-math.inf, 0)
         self._make_pool(config, loaded)
 
@@ -119,7 +119,7 @@ class ModelRunner:
             self._rehearse([min(-(-budget // seqs), loaded.window)] * min(seqs, budget))
             del self._backend, self._layers
 
-        reserve = DecodeGraphs.bytes_needed(seqs, loaded.vocab_size)
+        reserve = 0 if config.model.enforce_eager else bytes_needed(seqs, loaded.vocab_size)
         pool = size_pool(config.cache, bytes_per_block, self._device, largest_step, reserve)
         make(pool.blocks)
         graph_bytes = 0
@@ -129,19 +129,26 @@ class ModelRunner:
                 check_length(config.model.max_model_len, (pool.blocks - 1) * self._block_size, token_bytes)
             self._rehearse([1] * min(seqs, budget))
             graph_bytes = free_bytes(self._device)
-            self._capture(seqs, loaded)
+            if not config.model.enforce_eager:
+                self._capture(config.scheduler, loaded)
             graph_bytes -= free_bytes(self._device)
         info = _describe(config, loaded, (kv_dtype, pool.blocks, bytes_per_block), self._device)
         self.info = replace(info, activation_bytes=pool.activation_bytes, graph_bytes=max(graph_bytes, 0))
 
-    def _capture(self, most_rows: int, loaded: LoadedModel) -> None:
-        slower = "decode steps run without CUDA graphs, and slower"
+    def _capture(self, limits: SchedulerConfig, loaded: LoadedModel) -> None:
+        slower = "steps run without CUDA graphs, and slower"
         if loaded.dtype != torch.bfloat16 and any(name.endswith("experts") for name, _ in self._base.named_modules()):
             self.warnings += (f"{slower}: experts in {str(loaded.dtype).removeprefix('torch.')} cannot be captured",)
             return
         try:
             with torch.inference_mode():
-                self._graphs = DecodeGraphs(self._decode, self._backend, most_rows, loaded.vocab_size)
+                self._graphs = StepGraphs(
+                    self._all_logits,
+                    self._backend,
+                    limits.max_num_seqs,
+                    limits.max_num_batched_tokens,
+                    loaded.vocab_size,
+                )
         except Exception as error:  # whatever the model's code does that a graph cannot hold
             torch.cuda.synchronize()
             reason = str(error).partition("\n")[0]
@@ -199,17 +206,22 @@ class ModelRunner:
         return self._submitted(batch, inputs, logits, prompt_logprobs)
 
     def _graph_step(self, batch: Batch) -> Submitted | None:
-        """The step by a graph; None if it is no decode step, or fits none."""
-        if self._graphs is None or any(chunk.token_ids is not None for chunk in batch.chunks):
+        """The step by a graph; None if it fits none."""
+        if self._graphs is None:
             return None
-        rows = self._graphs.rows(len(batch.chunks))
-        if rows is None:
+        total = sum(chunk.length for chunk in batch.chunks)
+        rows = self._graphs.rows(total, total > len(batch.chunks))
+        if rows is None or any(map(self._wants_prompt_logprobs, batch.chunks)):
             return None
         inputs = flatten(batch, self._tables, self._sampled, self._block_size, self._device, rows)
         logits = self._graphs.run(inputs)
         if logits is None:
             return None
-        return self._submitted(batch, inputs, logits[: len(batch.chunks)], {})
+        sampled = logits.index_select(0, inputs.sample_rows) if inputs.sample_slots else None
+        return self._submitted(batch, inputs, sampled, {})
+
+    def _wants_prompt_logprobs(self, chunk: Chunk) -> bool:
+        return chunk.token_ids is not None and self._joins[chunk.slot].sampling.prompt_logprobs is not None
 
     def _forward(self, token_ids: Tensor, positions: Tensor) -> Any:
         """The model without its head. A negative token id -1 - s stands for the one sampled last in slot s."""
@@ -217,7 +229,7 @@ class ModelRunner:
         with route(self._layers):
             return self._base(torch.where(token_ids < 0, last, token_ids), position_ids=positions, **self._arguments)
 
-    def _decode(self, token_ids: Tensor, positions: Tensor) -> Tensor:
+    def _all_logits(self, token_ids: Tensor, positions: Tensor) -> Tensor:
         """Logits of every row, for the graphs."""
         outputs = self._forward(token_ids, positions)
         with self._given(outputs):
