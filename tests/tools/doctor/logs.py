@@ -116,13 +116,12 @@ def computed(bodies: Iterable[Body]) -> tuple[int, int]:
     total = missed = 0
     for body in bodies:
         ids = _tokenizer().encode(written(body)).ids
-        prefixes = [tuple(ids[:end]) for end in range(BLOCK, len(ids) + 1, BLOCK)]
-        hits = 0
-        for prefix in prefixes:
-            if hash(prefix) not in seen:
-                break
-            hits = len(prefix)
-        seen.update(hash(prefix) for prefix in prefixes)
+        hits, chain, found = 0, 0, True
+        for end in range(BLOCK, len(ids) + 1, BLOCK):
+            chain = hash((chain, *ids[end - BLOCK : end]))
+            found = found and chain in seen
+            hits = end if found else hits
+            seen.add(chain)
         total += len(ids)
         missed += len(ids) - hits
     return total, missed

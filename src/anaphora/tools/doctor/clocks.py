@@ -16,40 +16,48 @@ def _any(words: list[str]) -> str:
 
 
 _MONTH = rf"{_any(_MONTHS)}\b\.?"
-_WEEKDAY = rf"(?:\b{_any(_WEEKDAYS)}\b\.?,?\s+)?"
-_ZONE = r"(?:\s?(?:Z\b|UTC|GMT|[A-Z]{2,4}T\b|MEZ|MESZ|UTC|МСК)(?:[+-]\d{1,2}(?::?\d\d)?)?|\s?[+-]\d\d:?\d\d\b)?"
+_DAY_NAME = rf"(?:\b{_any(_WEEKDAYS)}\b\.?|(?:星期|礼拜|禮拜|[周週])[一二三四五六日天]|[月火水木金土日]曜日?|[월화수목금토일]요일)"
+_WEEKDAY = rf"(?:{_DAY_NAME},?\s+)?"
+_ZONE = r"(?:\s?(?:Z\b|UTC|GMT|[A-Z]{2,4}T\b|MEZ|MESZ|МСК)(?:[+-]\d{1,2}(?::?\d\d)?)?|\s?[+-]\d\d:?\d\d\b)?"
+_HALF = r"(?:\s?(?:AM\b|PM\b|A\.\s?M\.|P\.\s?M\.))"
+_CJK_HALF = r"(?:(?:上午|下午|中午|凌晨|早上|晚上|오전|오후|午前|午後)\s?)?"
+_CJK = r"(?:\d{1,4}|[〇零一二三四五六七八九十]{1,4})"
 _DATE = "|".join(
     (
-        r"\b\d{4}(?P<s>[-/._])\d{1,2}(?P=s)\d{1,2}",
-        r"\b\d{1,2}\.\s?\d{1,2}\.\s?(?:\d{4}|\d\d)\b",
-        r"\b\d{1,2}(?P<t>[/-])\d{1,2}(?P=t)(?:\d{4}|\d\d)\b",
-        rf"\b\d{{1,2}}(?:st|nd|rd|th|er|\.|º|ª)?[\s-](?:of\s|de\s|do\s)?{_MONTH}(?:[\s,-]*(?:de\s|del\s)?\d{{4}})?",
-        rf"\b{_MONTH}\s\d{{1,2}}(?:st|nd|rd|th)?\b(?:,?\s?\d{{4}})?",
+        r"(?<!\d)\d{4}(?P<s>[-/._])\d{1,2}(?P=s)\d{1,2}(?!\d)",
+        r"(?<!\d)\d{1,2}\.\s?(?:0?[1-9]|1[0-2]|[٠-٩]{1,2})\.\s?(?:\d{4}|\d\d)(?!\d)",
+        r"(?<!\d)\d{1,2}(?P<t>[/-])\d{1,2}(?P=t)(?:\d{4}|\d\d)(?!\d)",
+        rf"(?<!\d)\d{{1,2}}(?:st|nd|rd|th|er|\.|º|ª)?[\s/-](?:of\s|de\s|do\s)?{_MONTH}(?:[\s,/-]*(?:de\s|del\s)?\d{{4}}(?:\sг\.)?)?",
+        rf"\b{_MONTH}\s\d{{1,2}}(?:st|nd|rd|th)?(?![\d:])(?:,?\s?\d{{4}}\b)?",
         rf"\b{_MONTH}\s\d{{4}}",
-        r"\d{2,4}\s?[年년]\s?\d{1,2}\s?[月월]\s?\d{1,2}\s?[日일号]?",
-        r"\b20\d\d(?:0[1-9]|1[0-2])(?:[0-2]\d|3[01])(?=\b|T|_)",
+        rf"(?:令和|平成|民國|民国)?\s?{_CJK}\s?[年년]\s?{_CJK}\s?[月월]\s?{_CJK}\s?[日일号號]?",
+        r"(?<!\d)(?:19|20)\d\d(?:0[1-9]|1[0-2])(?:0[1-9]|[12]\d|3[01])(?!\d)",
         r"\b\d{4}-W\d\d(?:-\d)?\b",
     )
 )
 _TIME = "|".join(
     (
-        rf"\d{{1,2}}:\d\d(?::\d\d(?:[.,]\d+)?)?(?:\s?(?:[AaPp][Mm]\b|[AaPp]\.\s?[Mm]\.))?{_ZONE}(?:\s?(?:Uhr|heures|hrs|h)\b)?",
-        r"\b\d{1,2}\s?[hH]\s?\d\d(?:\s?(?:m|min|mn|')?\s?\d\d\s?s?)?\b(?:\s?m(?:in)?\b)?",
-        r"(?:上午|下午|오전|오후|午前|午後)?\s?\d{1,2}\s?[时時點点시:]\s?\d{1,2}\s?[分분]?(?:\s?\d{1,2}\s?[秒초])?",
-        r"\b\d{1,2}(?:\.\d\d)?\s?(?:[AaPp][Mm]\b|[AaPp]\.\s?[Mm]\.|Uhr\b|o'clock)",
-        r"(?<=\dT)\d{6}(?:\.\d+)?Z?|(?<=\d[_-])\d{6}\b",
+        rf"{_CJK_HALF}(?<!\d)\d{{1,2}}[:：]\d\d(?:[:：]\d\d(?:[.,]\d+)?)?{_HALF}?{_ZONE}(?:\s?(?:Uhr|heures|hrs|h)\b)?",
+        r"(?<!\d)\d{1,2}\s?(?:h|heures?)\s?\d\d(?:\s?(?:m|min|mn|')?\s?\d\d\s?s?)?\b(?:\s?m(?:in)?\b)?",
+        rf"{_CJK_HALF}{_CJK}\s?[时時點点시]\s?(?:{_CJK}\s?[分분](?:\s?{_CJK}\s?[秒초])?)?",
+        rf"(?<!\d)\d{{1,2}}(?:\.\d\d){{0,2}}(?:{_HALF}|\s?Uhr\b|\s?o'clock)",
+        r"(?<=\dT)\d{6}(?:\.\d+)?Z?|(?<=\d[_-])\d{6}(?!\d)",
         r"(?<=\d\s)\d{1,2}\.\d\d(?:\.\d\d)?\b",
     )
 )
-_EPOCH = r"\b1[5-9]\d{8}(?:[.]?\d{3,6}|\.\d+)?\b"
-_BETWEEN = r"(?:T|\s*[,;@|·_-]?\s*(?:at|um|à|a las|alle|às|om|kl\.?|o|в|klo|saat)?\s*|\s*\([^)\n]{1,20}\)\s*)"
+_EPOCH = r"(?<![\d.])1[5-8]\d{8}(?:\d{3}|\d{6}|\d{9}|\.\d+)?(?![\d])"
+_COMPACT = r"(?<!\d)(?:19|20)\d\d(?:0[1-9]|1[0-2])(?:0[1-9]|[12]\d|3[01])[T_ -]?(?:[01]\d|2[0-3])[0-5]\d(?:[0-5]\d)?(?:\.\d+)?Z?(?!\d)"
+_BETWEEN = rf"(?:T|\s*[,;:@|·_-]?\s*(?:at|um|à|a las|alle|às|om|kl\.?|o|в|klo|saat|il est)?\s*|\s*\([^)\n]{{1,20}}\)\s*|\s*{_DAY_NAME}\s*)"
 
 DATE = re.compile(_WEEKDAY + f"(?:{_DATE})", re.IGNORECASE)
-TIME = re.compile(_TIME, re.IGNORECASE)
+TIME = re.compile(f"(?:{_DAY_NAME},?\\s)?(?:{_TIME})", re.IGNORECASE)
 EPOCH = re.compile(_EPOCH)
+DAY_NAME = re.compile(rf"{_DAY_NAME}|{_MONTH}", re.IGNORECASE)
 _renamed = _DATE.replace("?P<s>", "?P<u>").replace("?P=s", "?P=u").replace("?P<t>", "?P<v>").replace("?P=t", "?P=v")
 DATETIME = re.compile(
-    f"{_WEEKDAY}(?:{_DATE}){_BETWEEN}(?:{_TIME})|(?:{_TIME}){_BETWEEN}{_WEEKDAY}(?:{_renamed})", re.IGNORECASE
+    rf"{_WEEKDAY}(?:{_DATE}){_BETWEEN}(?:{_TIME})(?:\s(?:19|20)\d\d\b)?"
+    rf"|(?:{_TIME}){_BETWEEN}{_WEEKDAY}(?:{_renamed})|{_COMPACT}",
+    re.IGNORECASE,
 )
 NOW = re.compile(
     r"\b(?:current|currently|now|today|today's|present|as of|date|time|datetime|timestamp|clock|generated|updated"

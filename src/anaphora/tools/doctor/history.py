@@ -12,7 +12,8 @@ from anaphora.tools.doctor.findings import Finding, Repair, around, shown
 from anaphora.tools.doctor.load import Log
 from anaphora.tools.doctor.patterns import common_prefix, common_suffix
 from anaphora.tools.doctor.prompts import NOBODY, Prompt, Run, Segment
-from anaphora.tools.doctor.values import Occurrence, canonical, classify, squeezed, widen
+from anaphora.tools.doctor.values import canonical, classify, squeezed, widen
+from anaphora.tools.doctor.variation import Occurrence
 
 _SYSTEM = ("system", "developer")
 _ADVICE = {

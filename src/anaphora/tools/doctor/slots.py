@@ -13,16 +13,22 @@ from anaphora.tools.doctor.load import Log
 from anaphora.tools.doctor.patterns import Pattern, Patterns, Span
 from anaphora.tools.doctor.prompts import TOOLS, Prompt, Run, Segment
 from anaphora.tools.doctor.store import Store
-from anaphora.tools.doctor.values import LONG_TEXT, Occurrence, Verdict, classify, spelt_alike, widen
+from anaphora.tools.doctor.values import LONG_TEXT, Verdict, classify, spelt_alike, widen
+from anaphora.tools.doctor.variation import Occurrence
 
+LONG_LINE = 100
+"""Characters beside a value beyond which only its sentence moves, not its line."""
 LONGEST_UNIT = 300
-"""Characters of constant text that move with a value; a longer line is cut at sentence ends."""
+"""Characters of constant text that move with a value at most."""
 LEAST_AFTER = 400
 """Characters of constant text that must follow in a user's message: what follows is the reason to mend it."""
 SHAPE_LENGTH = 10
 PARTED_SLOTS = 3
+MOST_FAMILIES = 4
 SAME_KIND = 0.8
 """Share of a pattern's texts that must be of kinds with several members before the pattern is parted."""
+LEAST_APART = 6
+"""Characters more that the texts of each kind must have in common than those of all kinds."""
 _SENTENCE_END = re.compile(r"[.!?。！？](?=\s|$)|\n")
 _IN_PLACE = {
     "key_order": "write the keys in one order",
@@ -211,10 +217,10 @@ def _families(pattern: Pattern, store: Store) -> list[Pattern]:
     first = [value[0] for value in kinds if value]
     if len(first) > 1 and spelt_alike(first):
         return [pattern]
-    several = [members for members in kinds.values() if len(members) > 1]
+    several = [members for members in kinds.values() if len(members) > 2]
     if pattern.shared < len(pattern.model) - LONG_TEXT or max(map(len, kinds)) > PARTED_SLOTS:
         return [pattern]  # documents, of which some begin alike
-    if len(several) < 2 or sum(map(len, several)) < SAME_KIND * len(pattern.members):
+    if not 2 <= len(several) <= MOST_FAMILIES or sum(map(len, several)) < SAME_KIND * len(pattern.members):
         return [pattern]
     families = []
     for members in several:
@@ -222,7 +228,8 @@ def _families(pattern: Pattern, store: Store) -> list[Pattern]:
         for number in members:
             patterns.add(number, store.text(number))
         families += [family for family in patterns.patterns if len(family.members) > 1]
-    return families
+    apart = min((family.shared for family in families), default=0) - pattern.shared >= LEAST_APART
+    return families if apart else [pattern]
 
 
 def _shape(value: str) -> str:
@@ -272,7 +279,7 @@ def _unit(text: str, start: int, end: int, group: str) -> Span:
     low = text.rfind("\n", 0, start) + 1
     high = text.find("\n", end)
     high = len(text) if high < 0 else high
-    if start - low > LONGEST_UNIT or high - end > LONGEST_UNIT or (high - low == len(text)):
+    if start - low > LONG_LINE or high - end > LONG_LINE or (high - low == len(text)):
         for match in _SENTENCE_END.finditer(text, low, start):
             low = match.end()
         while low < start and text[low].isspace():

@@ -10,7 +10,8 @@ from anaphora.tools.doctor.findings import Finding, Repair, shown
 from anaphora.tools.doctor.load import Log
 from anaphora.tools.doctor.prompts import TOOLS, Prompt, Run
 from anaphora.tools.doctor.store import Store
-from anaphora.tools.doctor.values import Occurrence, canonical, describe
+from anaphora.tools.doctor.values import canonical, describe
+from anaphora.tools.doctor.variation import Occurrence
 
 _ADVICE = {
     "tool_order": "sort the tools (by name, say) before they are sent",
