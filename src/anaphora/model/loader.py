@@ -93,7 +93,16 @@ def load_model(settings: ModelConfig, device: torch.device) -> LoadedModel:
     probe, tap, vocab_size = _probe(model, folder)
     weights = sum(tensor.nbytes for tensor in _tensors(model))
     loaded = LoadedModel(
-        model, probe.in_order(), probe.absorbed, tap, _cache_keyword(model), vocab_size, window, dtype, weights, tuple(warnings)
+        model,
+        probe.in_order(),
+        probe.absorbed,
+        tap,
+        _cache_keyword(model),
+        vocab_size,
+        window,
+        dtype,
+        weights,
+        tuple(warnings),
     )
     _fuse(loaded, probe.options, device)
     return loaded

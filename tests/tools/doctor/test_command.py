@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -97,8 +98,38 @@ def test_fix_refuses_what_it_cannot_write(tmp_path: Path) -> None:
 
 
 def test_heads(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(DoctorOptions(log=write(tmp_path / "log.jsonl", stamped()), heads=True)) == 0
-    assert capsys.readouterr().out.count("[Request ID: ") == 12
+    log = write(tmp_path / "log.jsonl", stamped())
+    assert run(DoctorOptions(log=log, heads=True)) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert shown.startswith("12 prompts, 12 different in their first 200 characters; all begin with the same 35 ")
+    assert len(re.findall(r"\[Request ID: «[0-9a-f]{8}»\]", shown)) == 12
+
+
+def test_heads_of_several_kinds_are_compared_with_their_like(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    prompts = [
+        f"{kind} {n:06d} is what you are, so answer the people kindly." for kind in ("Bank", "Shop") for n in (1, 2)
+    ]
+    lines = [{"prompt": prompt} for prompt in (*prompts, prompts[0])]
+    path = tmp_path / "log.jsonl"
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert run(DoctorOptions(log=str(path), heads=True)) == 0
+    shown = capsys.readouterr().out
+    assert "5 prompts, 4 different" in shown
+    assert "×2" in shown
+    for kind in ("Bank", "Shop"):
+        assert f"{kind} «000001» is what" in shown
+        assert f"{kind} «000002» is what" in shown
+
+
+def test_heads_that_do_not_differ(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "log.jsonl"
+    path.write_text('{"prompt": "the same"}\n' * 3)
+    assert run(DoctorOptions(log=str(path), heads=True)) == 0
+    shown = capsys.readouterr().out
+    assert "3 prompts, 1 different" in shown
+    assert "«" not in shown
 
 
 def test_explain(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -109,6 +140,7 @@ def test_explain(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert explain(ExplainOptions(first=names[0], second=names[1])) == 0
     shown = " ".join(capsys.readouterr().out.split())
     assert "They part in message 0 (system), character 17" in shown
+    assert "[Request ID: «00000000»]" in shown
     assert "request_id" in shown
 
 

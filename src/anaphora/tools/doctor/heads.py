@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Iterator
 from typing import Any
 
 import msgspec
@@ -17,34 +19,61 @@ from anaphora.tools.doctor.options import DoctorOptions
 from anaphora.tools.doctor.patterns import common_prefix, matching
 from anaphora.tools.doctor.prompts import Prompt
 from anaphora.tools.doctor.report import as_json
+from anaphora.tools.doctor.terminal import marked
 
 LENGTH = 200
 MOST = 20
 
 
 def show(log: Log, console: Console) -> None:
-    """The first characters of the first prompts, the constant part dimmed, the changing part marked."""
-    heads: dict[str, int] = {}
+    """The first characters of the first different prompts, the constant part dimmed, the changing part marked."""
+    lines: dict[str, list[int]] = {}
     for prompt in log.prompts:
-        head = _text(log, prompt)[:LENGTH]
-        if head not in heads and len(heads) < MOST:
-            heads[head] = prompt.line
-    model = next(iter(heads))
-    others = list(heads)[1:] or [model]
-    for head, line in heads.items():
-        against = model if head != model else others[0]
-        text = Text(f"{line:>7}  ")
-        done = 0
-        for _, at, length in matching(against, head):
-            text.append(_flat(head[done:at]), style="bold red")
-            text.append(_flat(head[at : at + length]), style="dim")
-            done = at + length
-        text.append(_flat(head[done:]), style="bold red")
-        console.print(text)
+        lines.setdefault(_head(log, prompt), []).append(prompt.line)
+    heads = list(lines)
+    same = functools.reduce(lambda begin, head: begin[: common_prefix(begin, head)], heads)
+    console.print(
+        f"{len(log.prompts):,} prompts, {len(heads):,} different in their first {LENGTH} characters; "
+        f"all begin with the same {len(same):,}",
+        highlight=False,
+    )
+    for head in heads[:MOST]:
+        others = [other for other in heads[:MOST] if other != head]
+        closest = max(others, key=lambda other: sum(length for _, _, length in matching(other, head)), default=head)
+        times = f"×{len(lines[head]):,}" if len(lines[head]) > 1 else ""
+        console.print(Text(f"line {lines[head][0]:>6} {times:>6}  ") + marked(compared(head, closest), console))
+    if len(heads) > MOST:
+        console.print(f"and {len(heads) - MOST:,} more", highlight=False)
 
 
-def _flat(text: str) -> str:
-    return text.replace("\n", "⏎")
+def compared(text: str, other: str) -> Iterator[tuple[str, bool]]:
+    """``text`` in pieces, each with whether it changes against ``other``. Words and ids are marked as a whole."""
+    edges, last = [], 0
+    for _, at, length in matching(other, text):
+        edges.append((last, at))
+        last = at + length
+    done = 0
+    for start, end in [*edges, (last, len(text))] if text != other else []:
+        while start > 0 and text[start - 1].isalnum() and end > start:
+            start -= 1
+        while end < len(text) and text[end].isalnum() and end > start:
+            end += 1
+        if end > max(start, done):
+            yield text[done : max(start, done)], False
+            yield text[max(start, done) : end], True
+            done = end
+    yield text[done:], False
+
+
+def _head(log: Log, prompt: Prompt) -> str:
+    """The first LENGTH characters; no more of a long prompt is put together."""
+    parts, length = [], 0
+    for piece in prompt.pieces:
+        parts.append(log.store.piece_texts[piece])
+        length += len(parts[-1])
+        if length >= LENGTH:
+            break
+    return "".join(parts)[:LENGTH]
 
 
 def _text(log: Log, prompt: Prompt) -> str:
@@ -69,10 +98,9 @@ def explain(first: str, second: str, model: Model, console: Console) -> dict[str
     if at < min(map(len, texts)):
         console.print(f"They part in message {message} ({role}), character {character}:", highlight=False)
         for name, text in zip((first, second), texts, strict=True):
-            shown = Text(f"  {name}: ")
-            shown.append(_flat(text[max(0, at - 60) : at]), style="dim")
-            shown.append(_flat(text[at : at + 60]), style="bold red")
-            console.print(shown)
+            other = texts[0] if text is texts[1] else texts[1]
+            window = slice(max(0, at - 60), at + 60)
+            console.print(Text(f"  {name}: ") + marked(compared(text[window], other[window]), console))
     else:
         console.print("Neither differs from the other up to the end of the shorter one.")
     data = as_json(diagnose.diagnose(log), DoctorOptions(log=first), {})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 from rich.console import Console
@@ -41,7 +42,7 @@ def show(data: dict[str, Any], console: Console) -> None:
     if latent := [item for item in breaks if item["status"] == "latent"]:
         console.print("\nCosts nothing in this log:", highlight=False)
         for item in latent:
-            console.print(Text(f"  {item['class']} in {_where(item)}: ") + _context(item), highlight=False)
+            console.print(Text(f"  {item['class']} in {_where(item)}: ") + _context(item, console), highlight=False)
             console.print(f"    {item['varies']}; {item['repair']}", highlight=False, markup=False)
     limits = ", ".join(f"{count} {_LIMITS[name]}" for name, count in data["limits"].items() if count)
     console.print(f"\nOther requests: {limits or 'none'}", highlight=False)
@@ -61,10 +62,17 @@ def _where(item: dict[str, Any]) -> str:
     return f"message {item['message']} ({item['role']}), characters {item['start']} to {item['end']}"
 
 
-def _context(item: dict[str, Any]) -> Text:
+def _context(item: dict[str, Any], console: Console) -> Text:
+    return marked(((part["text"], part["changes"]) for part in item["context"]), console)
+
+
+def marked(parts: Iterable[tuple[str, bool]], console: Console) -> Text:
+    """Pieces of a text in one line, those that change marked: by colour, or by «» where there is none (a file, CI)."""
+    plain = console.color_system is None or console.no_color
     text = Text()
-    for part in item["context"]:
-        text.append(part["text"].replace("\n", "⏎"), style="bold red" if part["changes"] else "dim")
+    for part, changes in parts:
+        shown = part.replace("\n", "⏎")
+        text.append(f"«{shown}»" if changes and plain else shown, style="bold red" if changes else "dim")
     return text
 
 
@@ -73,7 +81,7 @@ def show_break(number: int, item: dict[str, Any], data: dict[str, Any], console:
     head = Text(f"\n{number}. {item['class']}", style="bold red")
     head.append(f" in {_where(item)}", style="bold")
     console.print(head)
-    console.print(Text("   ") + _context(item))
+    console.print(Text("   ") + _context(item, console))
     note = f"; {item['note']}" if item["note"] else ""
     console.print(f"   {item['varies']}{note}", highlight=False, markup=False)
     cost = f"   costs {item['tokens_lost']:,} tokens ({share:.1%}) in {item['requests']:,} requests"
