@@ -9,8 +9,9 @@ from typing import Any
 import msgspec
 
 from anaphora.errors import ConfigError, InvalidRequest
+from anaphora.text.outline import TOOLS
 from anaphora.tools.doctor.diagnose import Diagnosis
-from anaphora.tools.doctor.prompts import TOOLS, Prompt
+from anaphora.tools.doctor.prompts import Prompt
 from anaphora.tools.doctor.read import read
 from anaphora.tools.doctor.render import Renderer
 from anaphora.tools.doctor.slots import SlotMoves

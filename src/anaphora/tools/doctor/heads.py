@@ -13,6 +13,7 @@ from rich.text import Text
 from anaphora.cache.hashing import TOKEN_BYTES
 from anaphora.cache.index import common_tokens
 from anaphora.errors import ConfigError
+from anaphora.text import outline
 from anaphora.tools.doctor import diagnose, terminal
 from anaphora.tools.doctor.load import Log, Model, from_bodies
 from anaphora.tools.doctor.options import DoctorOptions
@@ -110,17 +111,12 @@ def explain(first: str, second: str, model: Model, console: Console) -> dict[str
 
 
 def place(log: Log, prompt: Prompt, at: int) -> tuple[int, str, int]:
-    """(message, role, character in its text) of a place in the rendered prompt; the template's own text has role ""."""
-    done = 0
-    for owner, text in prompt.runs:
-        length = len(log.store.text(text))
-        if at < done + length:
-            if owner < 0:
-                return -1, "the template's own text", at - done
-            segment = prompt.segments[owner]
-            return segment.message, segment.role, segment.offset + at - done
-        done += length
-    return len(prompt.roles) - 1, "the end", 0
+    """(message, role, character in its text) of a place in the rendered prompt."""
+    owners = [outline.Owner(segment.message, segment.role, segment.offset) for segment in prompt.segments]
+    found = outline.place(((owner, len(log.store.text(text))) for owner, text in prompt.runs), owners, at)
+    if found is None:
+        return len(prompt.roles) - 1, "the end", 0
+    return found.message, found.role or "the template's own text", found.character
 
 
 def _read(path: str) -> Any:

@@ -8,10 +8,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
+from anaphora.text.outline import NOBODY
 from anaphora.tools.doctor.findings import Finding, Repair, around, shown
 from anaphora.tools.doctor.load import Log
 from anaphora.tools.doctor.patterns import common_prefix, common_suffix
-from anaphora.tools.doctor.prompts import NOBODY, Prompt, Run, Segment
+from anaphora.tools.doctor.prompts import Prompt, Run, Segment
 from anaphora.tools.doctor.values import canonical, classify, squeezed, widen
 from anaphora.tools.doctor.variation import Occurrence
 

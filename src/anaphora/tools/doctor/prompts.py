@@ -7,10 +7,6 @@ from dataclasses import dataclass, field
 
 from anaphora.tools.doctor.usage import Usage
 
-TOOLS = -1
-"""The message index of tools; of a completion's prompt it is 0."""
-NOBODY = -1
-
 Run = tuple[int, int]
 """(index of the segment that the text belongs to, or NOBODY for the template's own text; number of the text)."""
 
@@ -19,8 +15,8 @@ Run = tuple[int, int]
 class Segment:
     """A text of the body. ``kind``: ``tool``, ``content``, ``name``, ``arguments``, ``reasoning`` or ``prompt``.
 
-    ``message`` is the index of its message, TOOLS for a tool; ``path`` where it is in the body, as JSON path;
-    ``offset`` where it begins in its message's text (tools: in all tools' text), in characters.
+    ``message`` is the index of its message, TOOLS for a tool, 0 for a completion's prompt; ``path`` where it is in the
+    body, as JSON path; ``offset`` where it begins in its message's text (tools: in all tools' text), in characters.
     """
 
     message: int

@@ -8,10 +8,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
+from anaphora.text.outline import TOOLS
 from anaphora.tools.doctor.findings import Finding, Repair, around, shown
 from anaphora.tools.doctor.load import Log
 from anaphora.tools.doctor.patterns import Pattern, Patterns, Span
-from anaphora.tools.doctor.prompts import TOOLS, Prompt, Run, Segment
+from anaphora.tools.doctor.prompts import Prompt, Run, Segment
 from anaphora.tools.doctor.store import Store
 from anaphora.tools.doctor.values import LONG_TEXT, Verdict, classify, spelt_alike, widen
 from anaphora.tools.doctor.variation import Occurrence

@@ -6,9 +6,10 @@ import json
 from collections import Counter
 from collections.abc import Sequence
 
+from anaphora.text.outline import TOOLS
 from anaphora.tools.doctor.findings import Finding, Repair, shown
 from anaphora.tools.doctor.load import Log
-from anaphora.tools.doctor.prompts import TOOLS, Prompt, Run
+from anaphora.tools.doctor.prompts import Prompt, Run
 from anaphora.tools.doctor.store import Store
 from anaphora.tools.doctor.values import canonical, describe
 from anaphora.tools.doctor.variation import Occurrence

@@ -1,0 +1,284 @@
+"""Which part of a rendered prompt is whose: a map from the prompt's text back to messages and tools.
+
+A template is rendered with marks in the place of the texts; the result is cut at the marks. So it is known exactly
+which part of the prompt is whose, and conversations of the same structure need one rendering only. A text stays itself
+where templates are known to look into texts (thinking, outer spaces); and the first renderings, and ever rarer ones
+after them, are compared with what the template makes of the texts themselves: if they differ, no marks are used.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+from typing import Any
+
+from anaphora.errors import InvalidRequest
+from anaphora.text.chat import ChatTemplate, Message
+
+NOBODY = -1
+"""The owner of the template's own text."""
+TOOLS = -1
+"""The message index of tools."""
+ALWAYS_COMPARED = 12
+CACHED_SKELETONS = 4096
+_MARK = "\ue000{}\ue001"
+_MARKED = re.compile("\ue000(\\d+)\ue001")
+_LOOKED_AT = re.compile(r"</?think|</?tool_|/no_think|\[/?INST|<\|")
+"""What templates look for in texts."""
+
+Texts = Callable[[], Sequence[tuple[str, str]]]
+"""Gives kind and text of all texts of a body: its tools in order, then its messages' as ``texts_of`` yields them."""
+
+
+class Skeleton:
+    """A prompt in ``parts``: (number of the text that it is, or NOBODY; how it reads, None: as the text itself)."""
+
+    __slots__ = ("__weakref__", "parts")
+
+    def __init__(self, parts: Iterable[tuple[int, str | None]]) -> None:
+        self.parts = tuple(parts)
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A character of a message's texts (all in order, a line break between two) or of the tools' (TOOLS, "tools").
+
+    The template's own text has the role "" and the index NOBODY, and ``character`` counts from where it begins.
+    """
+
+    message: int
+    role: str
+    character: int
+
+
+@dataclass(frozen=True, slots=True)
+class Owner:
+    """Whose a text is, and where it begins in its message's texts."""
+
+    message: int
+    role: str
+    offset: int
+
+
+def place(parts: Iterable[tuple[int, int]], owners: Sequence[Owner], at: int) -> Place | None:
+    """Where character ``at`` of a prompt is; None behind its end. ``parts`` are its (owner, length) in order."""
+    done = 0
+    for number, length in parts:
+        if at < done + length:
+            if number == NOBODY:
+                return Place(NOBODY, "", at - done)
+            owner = owners[number]
+            return Place(owner.message, owner.role, owner.offset + at - done)
+        done += length
+    return None
+
+
+def tool_text(tool: Any) -> str:
+    return json.dumps(tool, ensure_ascii=False)
+
+
+def texts_of(message: Message) -> Iterator[tuple[str, str, str]]:
+    """(kind, JSON path inside the message, text) of every text of a message, in the order of its fields.
+
+    ``kind``: ``reasoning``, ``content``, ``name`` or ``arguments``.
+    """
+    if isinstance(reasoning := message.get("reasoning_content"), str):
+        yield "reasoning", ".reasoning_content", reasoning
+    content = message.get("content")
+    if isinstance(content, str):
+        yield "content", ".content", content
+    elif isinstance(content, list):
+        for index, part in enumerate(content):
+            yield "content", f".content[{index}].text", _part_text(part)
+    for index, call in enumerate(message.get("tool_calls") or ()):
+        function = call["function"]
+        yield "name", f".tool_calls[{index}].function.name", function["name"]
+        arguments = function.get("arguments")
+        text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+        yield "arguments", f".tool_calls[{index}].function.arguments", text
+
+
+def _part_text(part: Any) -> str:
+    return part if isinstance(part, str) else str(part.get("text") or part.get("refusal") or "")
+
+
+class Skeletons:
+    """The skeletons of the prompts that one template makes. Safe to use from several threads."""
+
+    def __init__(self, template: ChatTemplate) -> None:
+        self._template = template
+        self._marks = True
+        self._marks_calls, self._shows_ids = _probe(template)
+        self._keeps_spaces = _keeps_spaces(template)
+        self._misses = 0
+        self._known: dict[bytes, Skeleton] = {}
+
+    def of(
+        self, messages: list[Message], tools: list[Any], kwargs: dict[str, Any], texts: Texts, **options: Any
+    ) -> Skeleton:
+        """The skeleton of a prompt; ``options`` are those of ChatTemplate.render. InvalidRequest where it refuses."""
+
+        def render(messages: list[Message]) -> str:
+            return self._template.render(messages, tools=tools, kwargs=kwargs, **options)
+
+        if self._marks:
+            marked = self._marked(messages, len(tools))
+            key = _key(marked, tools, kwargs, options)
+            if (known := self._known.get(key)) is not None:
+                return known
+            skeleton = _skeleton(render(marked), texts())
+            if self._is_true(skeleton, lambda: render(messages), texts):
+                return self._keep(key, skeleton)
+            self._marks = False
+            self._known.clear()
+        key = _key(messages, tools, kwargs, options)
+        if (known := self._known.get(key)) is not None:
+            return known
+        return self._keep(key, _skeleton(render(messages), texts()))
+
+    def _keep(self, key: bytes, skeleton: Skeleton) -> Skeleton:
+        if len(self._known) >= CACHED_SKELETONS:
+            self._known.clear()
+        self._known[key] = skeleton
+        return skeleton
+
+    def _is_true(self, skeleton: Skeleton, rendered: Callable[[], str], texts: Texts) -> bool:
+        """Whether the marks made no difference; true unasked for most of those after the first few."""
+        self._misses += 1
+        if self._misses > ALWAYS_COMPARED and self._misses & (self._misses - 1):
+            return True
+        known = texts()
+        return "".join(known[owner][1] if own is None else own for owner, own in skeleton.parts) == rendered()
+
+    def _marked(self, messages: list[Message], first: int) -> list[Message]:
+        """The messages with marks for the texts that the template passes on as they are; the rest is left.
+
+        Marks count the texts as ``texts_of`` yields them, from ``first`` on.
+        """
+        number = first
+        ready = []
+        for message in messages:
+            changed = dict(message)
+            number += isinstance(message.get("reasoning_content"), str)
+            content = message.get("content")
+            if isinstance(content, str):
+                changed["content"] = self._mark(content, number)
+                number += 1
+            elif isinstance(content, list):
+                parts = enumerate(content, number)
+                changed["content"] = [{"type": "text", "text": self._mark(_part_text(part), n)} for n, part in parts]
+                number += len(content)
+            if calls := message.get("tool_calls"):
+                changed["tool_calls"] = [self._marked_call(call, number + 2 * i) for i, call in enumerate(calls)]
+                number += 2 * len(calls)
+            if not self._shows_ids:
+                changed.pop("tool_call_id", None)
+            ready.append(changed)
+        return ready
+
+    def _marked_call(self, call: dict[str, Any], number: int) -> dict[str, Any]:
+        function = call["function"]
+        if self._marks_calls and isinstance(function.get("arguments"), str) and function["arguments"]:
+            function = {**function, "name": _MARK.format(number), "arguments": _MARK.format(number + 1)}
+        return {"type": "function", "function": function} | ({"id": call.get("id")} if self._shows_ids else {})
+
+    def _mark(self, text: str, number: int) -> str:
+        outer_space = not self._keeps_spaces and text[:1].isspace() | text[-1:].isspace()
+        return text if not text or outer_space or _LOOKED_AT.search(text) else _MARK.format(number)
+
+
+def _key(*values: Any) -> bytes:
+    return blake2b(json.dumps(values).encode(), digest_size=16).digest()
+
+
+def _skeleton(text: str, texts: Sequence[tuple[str, str]]) -> Skeleton:
+    """Cut a rendering at its marks, and at the texts that stand in it as they are."""
+    found: list[tuple[int, int, int, bool]] = []
+    marks: dict[int, int] = {}
+    for match in _MARKED.finditer(text):
+        if int(match[1]) >= len(texts):
+            continue  # a body with these characters in it
+        marks.setdefault(int(match[1]), match.end())
+        found.append((match.start(), match.end(), int(match[1]), True))
+    cursor = 0
+    for number, (kind, own) in enumerate(texts):
+        if number in marks:
+            cursor = max(cursor, marks[number])
+            continue
+        for needle in _shown(kind, own):
+            at = text.find(needle, cursor)
+            if at < 0 and len(needle) > 24:
+                at = text.find(needle)
+            if at >= 0:
+                found.append((at, at + len(needle), number, False))
+                cursor = max(cursor, at + len(needle))
+                break
+    return Skeleton(_cut(text, sorted(found)))
+
+
+def _cut(text: str, found: list[tuple[int, int, int, bool]]) -> Iterator[tuple[int, str | None]]:
+    done = 0
+    for start, end, index, marked in found:
+        if start < done:
+            continue
+        if start > done:
+            yield NOBODY, text[done:start]
+        yield index, None if marked else text[start:end]
+        done = end
+    if done < len(text):
+        yield NOBODY, text[done:]
+
+
+def _shown(kind: str, text: str) -> Iterator[str]:
+    """How a text may stand in the prompt, the likeliest first."""
+    if kind == "tool":
+        yield text
+        tool = json.loads(text)
+        function = tool.get("function") if isinstance(tool, dict) else None
+        if isinstance(function, dict):
+            yield json.dumps(function, ensure_ascii=False)
+            if isinstance(function.get("name"), str) and function["name"]:
+                yield function["name"]
+    elif text.strip():
+        yield text
+        yield text.strip()
+        if kind == "arguments":
+            try:
+                yield json.dumps(json.loads(text), ensure_ascii=False)
+            except ValueError:
+                return
+
+
+def _probe(template: ChatTemplate) -> tuple[bool, bool]:
+    """Whether names and arguments of tool calls may be marks, and whether the ids of calls show in the prompt."""
+    name, mark, called = _MARK.format(0), _MARK.format(1), "probe1234"
+    call = {"id": called, "type": "function", "function": {"name": name, "arguments": mark}}
+    messages: list[Message] = [
+        {"role": "user", "content": "probe"},
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": called, "content": "probe"},
+    ]
+    try:
+        text = template.render(messages)
+        return name in text and mark in text, called in text
+    except InvalidRequest:
+        pass
+    call["function"] = {"name": "probe", "arguments": "{}"}
+    try:
+        return False, called in template.render(messages)
+    except InvalidRequest:
+        return False, True
+
+
+def _keeps_spaces(template: ChatTemplate) -> bool:
+    """Whether spaces and line breaks around a text come through, in every role."""
+    texts = [f"\n {role} \n" for role in ("system", "user", "assistant", "user")]
+    messages = [{"role": text.strip(), "content": text} for text in texts]
+    try:
+        rendered = template.render(messages)
+    except InvalidRequest:
+        return False
+    return all(text in rendered for text in texts)
