@@ -236,7 +236,10 @@ def _setting(spec: Field[Any], value: Any) -> Any:
             raise ConfigError(f"{spec.name} must be text or a list of texts, got {value!r}", param=spec.name)
         return tuple(named)
     if isinstance(value, str) and "parse" in spec.metadata:
-        return spec.metadata["parse"](value)
+        try:
+            return spec.metadata["parse"](value)
+        except ConfigError as error:
+            raise ConfigError(f"{spec.name}: {error.message}", param=spec.name) from None
     parse = spec.metadata.get("parse")
     kind = float if parse is parse_gib else int if parse else str if spec.default is None else type(spec.default)
     wanted = (int, float) if kind is float else kind

@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from pathlib import Path
+from os import PathLike
 from typing import Any, Self, TypedDict, Unpack
 
 from rich.console import Console
@@ -18,11 +18,11 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from anaphora.config import engine_config
 from anaphora.core.engine import Engine
-from anaphora.errors import ConfigError, EngineDead, InvalidRequest
+from anaphora.errors import EngineDead, InvalidRequest
 from anaphora.model.runner import load
 from anaphora.model.source import resolve
 from anaphora.text.assemble import ChoiceDelta, RequestAssembler
-from anaphora.text.chat import ChatTemplate
+from anaphora.text.chat import read_template
 from anaphora.text.generation import load_defaults
 from anaphora.text.tokenizer import Tokenizer
 from anaphora.types import (
@@ -86,7 +86,7 @@ class LLM:
     for a model that cannot be run. Use it from one thread; ``close``, or leaving a ``with`` block, ends it.
     """
 
-    def __init__(self, model: str | None = None, **settings: Unpack[Settings]) -> None:
+    def __init__(self, model: str | PathLike[str] | None = None, **settings: Unpack[Settings]) -> None:
         config = engine_config(settings)
         source = resolve(model, trust_remote_code=config.model.trust_remote_code, progress=logger.info)
         names = config.model.served_model_name or (source.name,)
@@ -94,7 +94,9 @@ class LLM:
         config = dataclasses.replace(config, model=placed)
         self._tokenizer = Tokenizer.load(source.folder)
         self._defaults = load_defaults(source.folder, config.model.generation_config, self._tokenizer)
-        self._template = _chat_template(config.model.chat_template, self._tokenizer)
+        self._template = self._tokenizer.chat_template
+        if config.model.chat_template is not None:
+            self._template = read_template(config.model.chat_template, self._tokenizer.special_tokens)
         self._opened: Engine | None = Engine(config, load(config))
         self._ids = itertools.count()
         for warning in self.info.warnings:
@@ -136,6 +138,10 @@ class LLM:
         """Answer one conversation or a list of them, rendered by the model's chat template; as ``generate``."""
         if unknown := set(template) - set(TemplateOptions.__annotations__):
             raise InvalidRequest(f"chat has no option {', '.join(sorted(unknown))}", param=min(unknown))
+        if not _is_list(messages):
+            raise InvalidRequest(
+                f"messages must be a conversation or a list of them, got {messages!r:.80}", param="messages"
+            )
         single = not messages or isinstance(messages[0], Mapping)
         conversations: Sequence[Any] = [messages] if single else messages
         prompts: list[Prompt] = []
@@ -246,7 +252,7 @@ class LLM:
             raise InvalidRequest(
                 "the model has no chat template: give one as LLM(chat_template=...), or use generate", param="messages"
             )
-        if not all(isinstance(message, Mapping) for message in conversation):
+        if not _is_list(conversation) or not all(isinstance(message, Mapping) for message in conversation):
             raise InvalidRequest("a conversation is a list of dicts with role and content", param="messages")
         if options.get("tools") and self._template.drops_tools:
             logger.warning("the chat template of this model ignores tools: the model will not see them")
@@ -293,11 +299,15 @@ def _listed(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     """One prompt or many, as a list. A list of ints is one prompt of token ids."""
     if isinstance(prompts, (str, Mapping)):
         return [prompts]
-    if not isinstance(prompts, Sequence) or isinstance(prompts, (bytes, bytearray)):
+    if not _is_list(prompts):
         raise InvalidRequest(f"prompts must be one prompt or a list of them, got {prompts!r:.80}", param="prompt")
     if prompts and isinstance(prompts[0], int):
         return [prompts]  # type: ignore[list-item]
     return list(prompts)  # type: ignore[arg-type]
+
+
+def _is_list(value: object) -> bool:
+    return isinstance(value, Sequence) and not isinstance(value, (str, bytes, bytearray))
 
 
 @contextmanager
@@ -378,16 +388,3 @@ class _Bar:
             rate=self._generated / max(time.monotonic() - self._started, 1e-9),
             hit=self._cached_tokens / max(self._prompt_tokens, 1),
         )
-
-
-def _chat_template(given: str | None, tokenizer: Tokenizer) -> ChatTemplate | None:
-    """The template that a setting names (a file, or the template itself), else the model's own."""
-    if given is None:
-        return tokenizer.chat_template
-    if "{" in given:
-        return ChatTemplate(given, tokenizer.special_tokens)
-    try:
-        source = Path(given).expanduser().read_text(encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"chat_template {given!r} is neither a readable file nor a template: {error}") from error
-    return ChatTemplate(source, tokenizer.special_tokens)

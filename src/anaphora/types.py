@@ -21,18 +21,23 @@ MAX_SALT_LENGTH = 256
 def _number(name: str, value: float, low: float, high: float, *, low_open: bool = False) -> None:
     """Refuse what is no finite number within ``[low, high]`` (or ``(low, high]``)."""
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
-        raise InvalidRequest(f"{name} must be a finite number, got {value!r}", param=name)
+        raise InvalidRequest(f"{name} must be a finite number, got {value!r:.80}", param=name)
     if value > high or value < low or (low_open and value == low):
         edge = f"above {low:g}" if low_open else f"at least {low:g}"
         top = "" if math.isinf(high) else f" and at most {high:g}"
         raise InvalidRequest(f"{name} must be {edge}{top}, got {value!r}", param=name)
 
 
+def _flag(name: str, value: bool) -> None:
+    if not isinstance(value, bool):
+        raise InvalidRequest(f"{name} must be true or false, got {value!r:.80}", param=name)
+
+
 def _integer(name: str, value: int | None, low: int, high: float = math.inf, *, optional: bool = False) -> None:
     if value is None and optional:
         return
     if isinstance(value, bool) or not isinstance(value, int):
-        raise InvalidRequest(f"{name} must be an integer, got {value!r}", param=name)
+        raise InvalidRequest(f"{name} must be an integer, got {value!r:.80}", param=name)
     _number(name, value, low, high)
 
 
@@ -77,6 +82,8 @@ class SamplingParams:
         _number("frequency_penalty", self.frequency_penalty, -2, 2)
         _number("repetition_penalty", self.repetition_penalty, 0.01, 100)
         _integer("seed", self.seed, -(2**63), 2**63 - 1, optional=True)
+        for name in ("include_stop_str_in_output", "skip_special_tokens", "ignore_eos"):
+            _flag(name, getattr(self, name))
         _integer("max_tokens", self.max_tokens, 0, optional=True)
         _integer("min_tokens", self.min_tokens, 0)
         _integer("logprobs", self.logprobs, 0, MAX_LOGPROBS, optional=True)
@@ -100,7 +107,8 @@ class SamplingParams:
                 f"logit_bias takes at most {MAX_LOGIT_BIAS} entries, got {len(self.logit_bias)}", param="logit_bias"
             )
         for token, bias in self.logit_bias.items():
-            _integer("logit_bias key", token, 0)
+            if isinstance(token, bool) or not isinstance(token, int) or token < 0:
+                raise InvalidRequest(f"logit_bias takes token ids as keys, got {token!r:.80}", param="logit_bias")
             _number("logit_bias", bias, -100, 100)
         if not isinstance(self.allowed_token_ids, (list, tuple, type(None))):
             raise InvalidRequest(

@@ -35,7 +35,9 @@ class ModelSource:
     identity: str
 
 
-def resolve(model: str | None, *, trust_remote_code: bool = False, progress: Progress | None = None) -> ModelSource:
+def resolve(
+    model: str | os.PathLike[str] | None, *, trust_remote_code: bool = False, progress: Progress | None = None
+) -> ModelSource:
     """Find, download or convert MODEL: a folder, a GGUF file, a hub name, or None for the embedded model.
 
     ``progress`` is told in words what takes time. Raises ModelError, which says what is missing and what to do.
@@ -43,6 +45,7 @@ def resolve(model: str | None, *, trust_remote_code: bool = False, progress: Pro
     say = progress or (lambda text: None)
     if model is None:
         return _embedded(say)
+    model = _named(model)
     path = Path(model).expanduser()
     if path.is_dir():
         return ModelSource(path, model, folder_identity(path))
@@ -54,6 +57,13 @@ def resolve(model: str | None, *, trust_remote_code: bool = False, progress: Pro
         raise ModelError(f"there is no folder {model}, and it is no hub name (such as Qwen/Qwen3-0.6B)")
     folder = _download(model, trust_remote_code, say)
     return ModelSource(folder, model, folder_identity(folder))
+
+
+def _named(model: object) -> str:
+    name = os.fspath(model) if isinstance(model, os.PathLike) else model
+    if not isinstance(name, str) or not name.isprintable() or not name:
+        raise ModelError(f"model must be a folder, a hub name or a GGUF file, got {name!r:.80}", param="model")
+    return name
 
 
 # --- Where the models come from -------------------------------------------------------------------------------------

@@ -30,7 +30,7 @@ from anaphora.server.asgi import KeyGuard
 from anaphora.server.lifetime import Ending, Server
 from anaphora.server.routes import on_crash, on_error, on_http_error, routes
 from anaphora.server.service import Names, Service, TextSide
-from anaphora.text.chat import ChatTemplate
+from anaphora.text.chat import read_template
 from anaphora.text.generation import load_defaults
 from anaphora.text.tokenizer import Tokenizer
 
@@ -61,18 +61,8 @@ def load_text(folder: Path, config: EngineConfig) -> TextSide:
     tokenizer = Tokenizer.load(folder)
     template = tokenizer.chat_template
     if config.model.chat_template is not None:
-        template = ChatTemplate(_template_source(config.model.chat_template), tokenizer.special_tokens)
+        template = read_template(config.model.chat_template, tokenizer.special_tokens)
     return TextSide(tokenizer, template, load_defaults(folder, config.model.generation_config, tokenizer))
-
-
-def _template_source(given: str) -> str:
-    """A file's content, or the template itself where it looks like one."""
-    if "{{" in given or "{%" in given or "\n" in given:
-        return given
-    try:
-        return Path(given).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"--chat-template {given} is no readable file and no template: {error}") from None
 
 
 def cache_settings(config: EngineConfig, client: EngineClient) -> dict[str, str]:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import functools
 import json
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
-from anaphora.errors import InvalidRequest, ModelError
+from anaphora.errors import ConfigError, InvalidRequest, ModelError
 from anaphora.text import sandbox
 
 Message = dict[str, Any]
@@ -54,9 +55,16 @@ class ChatTemplate:
         text, and are parsed where it cannot. ``continue_final_message`` leaves the last message open.
         Raises InvalidRequest with the template's own words where it refuses.
         """
-        kwargs = kwargs or {}
         if not messages:
             raise InvalidRequest("messages must not be empty", param="messages")
+        for name, value in (
+            ("add_generation_prompt", add_generation_prompt),
+            ("continue_final_message", continue_final_message),
+        ):
+            if not isinstance(value, bool):
+                raise InvalidRequest(f"{name} must be true or false, got {value!r:.80}", param=name)
+        tools = _listed_tools(tools)
+        kwargs = _named_variables(kwargs)
         if clash := _RESERVED & set(kwargs):
             raise InvalidRequest(f"chat_template_kwargs must not hold {sorted(clash)[0]}", param="chat_template_kwargs")
         if continue_final_message and add_generation_prompt:
@@ -64,7 +72,7 @@ class ChatTemplate:
                 "continue_final_message and add_generation_prompt exclude each other", param="continue_final_message"
             )
         ready = [self._prepared(message, f"messages[{index}]") for index, message in enumerate(messages)]
-        variables = {**kwargs, "tools": list(tools) if tools else None, "add_generation_prompt": add_generation_prompt}
+        variables = {**kwargs, "tools": tools or None, "add_generation_prompt": add_generation_prompt}
         if continue_final_message:
             return self._render_open(ready, variables)
         return self._render(ready, variables)
@@ -89,8 +97,10 @@ class ChatTemplate:
         except sandbox.RenderError as error:
             reason = str(error) if error.refused else f"the chat template cannot render these messages: {error}"
             raise InvalidRequest(reason, param="messages") from error
-        except (TypeError, ValueError) as error:
-            raise InvalidRequest(f"messages and tools must be JSON values: {error}", param="messages") from error
+        except (TypeError, ValueError, RecursionError) as error:
+            raise InvalidRequest(
+                f"messages, tools and chat_template_kwargs must be JSON values: {error}", param="messages"
+            ) from error
 
     def _render_open(self, messages: list[Message], variables: dict[str, Any]) -> str:
         """Render with a mark behind the last message's text and cut there, as transformers does."""
@@ -191,6 +201,41 @@ class ChatTemplate:
         as_object = self._probe([_message("user"), _calling({_MARK: 1}), result])
         takes_text = as_text is not None and text in as_text
         return takes_text, as_object is not None or not takes_text
+
+
+def read_template(given: str, special_tokens: dict[str, str]) -> ChatTemplate:
+    """The template that the setting --chat-template names: a file, or the template itself where it looks like one.
+
+    Raises ConfigError for what is neither, ModelError for what does not compile.
+    """
+    if "{{" in given or "{%" in given or "\n" in given:
+        return ChatTemplate(given, special_tokens)
+    try:
+        source = Path(given).expanduser().read_text(encoding="utf-8")
+    except (OSError, ValueError, RuntimeError) as error:
+        raise ConfigError(
+            f"--chat-template {given!r:.200} is no readable file and no template: {error}", param="chat_template"
+        ) from None
+    return ChatTemplate(source, special_tokens)
+
+
+def _listed_tools(tools: object) -> list[dict[str, Any]]:
+    if tools is None:
+        return []
+    if not isinstance(tools, Sequence) or not all(isinstance(tool, dict) for tool in tools):
+        raise InvalidRequest(f"tools must be a list of objects, got {tools!r:.80}", param="tools")
+    return list(tools)
+
+
+def _named_variables(kwargs: object) -> dict[str, Any]:
+    if kwargs is None:
+        return {}
+    if not isinstance(kwargs, dict) or not all(isinstance(name, str) for name in kwargs):
+        raise InvalidRequest(
+            f"chat_template_kwargs must be an object with names as keys, got {kwargs!r:.80}",
+            param="chat_template_kwargs",
+        )
+    return kwargs
 
 
 def _message(role: str) -> Message:
