@@ -6,7 +6,7 @@ import enum
 import math
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from anaphora.errors import InvalidRequest
 
@@ -185,8 +185,7 @@ class Join:
     block_table: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Chunk:
+class Chunk(NamedTuple):
     """Tokens of one sequence to compute in a step: positions ``start`` to ``start + length - 1``.
 
     ``token_ids`` None (then length is 1) stands for the token sampled last in this slot. Keys and values of positions
@@ -379,8 +378,7 @@ class PromptDone:
     prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class SequenceUpdate:
+class SequenceUpdate(NamedTuple):
     """What one step did for one choice of one request. ``token_ids`` is empty only with an error or an abort.
 
     ``stop_reason`` is the stop token's id where one of ``stop_token_ids`` ended it. ``time`` is time.monotonic().

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -71,8 +71,7 @@ class LayerOptions:
     sinks: Tensor | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class QueryRange:
+class QueryRange(NamedTuple):
     """Rows ``row`` to ``row + length - 1`` of the flat batch: positions from ``start`` on of the sequence in ``slot``.
 
     ``blocks`` is its block table; it may go on behind position ``start + length - 1``.

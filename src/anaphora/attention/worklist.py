@@ -13,6 +13,7 @@ merged afterwards; a row with a single range is written in place.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -89,43 +90,46 @@ class _Tiles:
         self.direct.append(np.full(len(lengths), direct, np.int32))
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class _Decodes:
+    """The queries of length 1, ``[B]`` each; ``offsets`` is where their tables begin."""
+
+    slots: Ints
+    rows: Ints
+    starts: Ints
+    offsets: Ints
+
+
 def plan(queries: Sequence[QueryRange], groups: Sequence[PrefixGroup], block_size: int, tiling: Tiling) -> WorkList:
-    """Plan a step. Members of ``groups`` that are no queries of length 1 are passed over."""
-    total = sum(query.length for query in queries)
-    positions = np.zeros(total, np.int32)
-    offsets = np.zeros(len(queries), np.int32)
-    tables: list[Ints] = []
-    at = 0
-    for index, query in enumerate(queries):
-        blocks = np.asarray(query.blocks[: -(-(query.start + query.length) // block_size)], np.int32)
-        offsets[index] = at
-        at += len(blocks)
-        tables.append(blocks)
+    """Plan a step, whose queries lie side by side. Members of ``groups`` that are not of length 1 are passed over."""
+    slots, rows, lengths, starts = (np.array(column, np.int32) for column in list(zip(*queries, strict=True))[:4])
+    needed = -(-(starts + lengths) // block_size)
+    offsets = np.cumsum(needed, dtype=np.int32) - needed
+    tables = [_ints(query.blocks, count) for query, count in zip(queries, needed.tolist(), strict=True)]
     tiles = _Tiles.none()
-    singles = [i for i, query in enumerate(queries) if query.length == 1]
-    _decode_tiles(tiles, [queries[i] for i in singles], offsets[singles], groups, block_size, tiling)
-    for index, query in enumerate(queries):
-        positions[query.row : query.row + query.length] = np.arange(query.start, query.start + query.length)
-        if query.length > 1:
-            _chunk_tiles(tiles, query, int(offsets[index]), tiling)
+    single = lengths == 1
+    decodes = _Decodes(slots[single], rows[single], starts[single], offsets[single])
+    _decode_tiles(tiles, decodes, groups, block_size, tiling)
+    for index in np.flatnonzero(~single):
+        _chunk_tiles(tiles, queries[index], int(offsets[index]), tiling)
+    positions = np.arange(lengths.sum(), dtype=np.int32) + np.repeat(starts - rows, lengths)
     return _cut(tiles, positions, np.concatenate(tables), tiling)
 
 
+def _ints(blocks: Sequence[int], count: int) -> Ints:
+    """The first ``count``, without a copy where they lie in memory as 32-bit integers already."""
+    if isinstance(blocks, array) and blocks.typecode == "i":
+        return np.frombuffer(blocks, np.int32, count)
+    return np.asarray(blocks[:count], np.int32)
+
+
 def _decode_tiles(
-    tiles: _Tiles,
-    queries: Sequence[QueryRange],
-    offsets: Ints,
-    groups: Sequence[PrefixGroup],
-    block_size: int,
-    tiling: Tiling,
+    tiles: _Tiles, decodes: _Decodes, groups: Sequence[PrefixGroup], block_size: int, tiling: Tiling
 ) -> None:
     """Groups, from the beginning on, and what is left of each row."""
-    if not queries:
-        return
-    rows = np.array([query.row for query in queries], np.int32)
-    starts = np.array([query.start for query in queries], np.int32)
-    shared = np.zeros(len(queries), np.int32)  # keys of each row that groups cover
-    places = {query.slot: index for index, query in enumerate(queries)} if groups else {}
+    rows, starts, offsets = decodes.rows, decodes.starts, decodes.offsets
+    shared = np.zeros(len(rows), np.int32)  # keys of each row that groups cover
+    places = {slot: index for index, slot in enumerate(decodes.slots.tolist())} if groups else {}
     size = tiling.large // tiling.heads_per_group
     for members, end in worthwhile(_members(groups, places), block_size, tiling):
         cuts = np.arange(0, len(members), size)
@@ -135,7 +139,7 @@ def _decode_tiles(
         table = np.full_like(lengths, offsets[members[0]])
         tiles.add(rows[members], lengths, table, (begin, np.full_like(lengths, end)), lowest, False)
         shared[members] = end
-    one = np.ones(len(queries), np.int32)
+    one = np.ones(len(rows), np.int32)
     alone = shared == 0
     for direct in (True, False):
         some = np.flatnonzero(alone if direct else ~alone)

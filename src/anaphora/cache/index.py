@@ -65,12 +65,17 @@ class PrefixIndex:
         """Longest match of a prompt with these full-block hashes and packed tokens (None: full blocks only)."""
         size = self.block_size * TOKEN_BYTES
         blocks: list[Block] = []
-        for i, digest in enumerate(hashes):
+        for digest in hashes:
             block = self.full.get(digest)
-            if block is None or (packed is not None and block.tokens != packed[i * size : (i + 1) * size]):
+            if block is None:
                 break
             blocks.append(block)
         found = len(blocks)
+        if packed is not None:
+            held = b"".join([block.tokens for block in blocks])
+            if not packed.startswith(held):  # a digest that two blocks have in common
+                found = common_tokens(held, packed) // self.block_size
+                del blocks[found:]
         tokens = found * self.block_size
         if found < len(hashes) and hashes[found] in self.pending:
             return Match(tuple(blocks), None, tokens, wait=hashes[found])

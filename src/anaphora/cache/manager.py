@@ -59,7 +59,8 @@ class BlockTable:
         """More tokens are known: hash the blocks that they fill."""
         assert self.packed is not None
         self.packed += pack(token_ids)
-        extend_chain(self.hashes, self.root, self.packed, block_size)
+        if len(self.packed) >= (len(self.hashes) + 1) * block_size * TOKEN_BYTES:
+            extend_chain(self.hashes, self.root, self.packed, block_size)
 
 
 class Reservation:
@@ -168,7 +169,8 @@ class CacheManager:
         copies = first < table.private_from
         missing = self.blocks_for(end) - len(table.blocks)
         if not (copies or missing):
-            self._index_full(table, end // self.block_size, step)
+            if end // self.block_size > table.settled:
+                self._index_full(table, end // self.block_size, step)
             return NOTHING
         if missing + copies > self.pool.available:
             return None
@@ -221,9 +223,9 @@ class CacheManager:
 
     def commit(self, table: BlockTable, computed: int, *, tail: bool = False) -> None:
         """Slots before ``computed`` hold their keys and values: index what is full, and with ``tail`` the rest too."""
-        self._index_full(table, computed // self.block_size, None)
-        filled = computed % self.block_size
-        at = computed // self.block_size
+        at, filled = divmod(computed, self.block_size)
+        if at > table.settled:
+            self._index_full(table, at, None)
         if not (tail and filled and self.enabled and table.packed is not None) or at < table.private_from:
             return
         parent = table.hashes[at - 1] if at else table.root

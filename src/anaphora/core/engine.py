@@ -89,11 +89,11 @@ class Engine:
         return self.prefixes.pin(prefixes)
 
     def _check_tokens(self, token_ids: Sequence[int]) -> None:
-        vocab = self.info.model.vocab_size
-        for token in token_ids:
-            if not 0 <= token < vocab:
+        last = self.info.model.vocab_size - 1
+        for token in (min(token_ids, default=0), max(token_ids, default=0)):
+            if not 0 <= token <= last:
                 raise InvalidRequest(
-                    f"prompt holds token id {token}; this model's ids run from 0 to {vocab - 1}", param="prompt"
+                    f"prompt holds token id {token}; this model's ids run from 0 to {last}", param="prompt"
                 )
 
     def abort(self, request_id: str) -> bool:

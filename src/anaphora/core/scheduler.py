@@ -9,7 +9,8 @@ from __future__ import annotations
 import bisect
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from typing import NamedTuple
 
 from anaphora.cache.events import Reason
 from anaphora.cache.explain import AtSizes
@@ -36,8 +37,7 @@ from anaphora.types import (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class _Work:
+class _Work(NamedTuple):
     """A chunk on its way: whose it is, in which of its admissions, and how far it computes."""
 
     sequence: Sequence
@@ -192,21 +192,21 @@ class Scheduler:
 
     def _schedule_one(self, sequence: Sequence, step: _Step) -> bool:
         """Add the sequence's next chunk, if it has one. False if blocks are lacking."""
-        start = sequence.scheduled
-        if start >= sequence.total or not sequence.wants_more or step.budget <= 0:
+        start, total, slot = sequence.scheduled, sequence.total, sequence.slot
+        if start >= total or not sequence.wants_more or step.budget <= 0:
             return True
-        end = start + min(sequence.given - start, step.budget) if sequence.prefilling else start + 1
+        end, tokens = start + 1, None
+        if sequence.prefilling:
+            end = start + min(sequence.given - start, step.budget)
+            tokens = tuple(sequence.token_ids[start:end])
         write_from = max(start, sequence.matched)
         reservation = self.cache.reserve(sequence.table, write_from, end, step.number)
         if reservation is None:
             return False
-        sample = end == sequence.total
-        tokens = tuple(sequence.token_ids[start:end]) if sequence.prefilling else None
+        sample = end == total
         step.copies += reservation.copies
-        step.chunks.append(
-            Chunk(sequence.slot, start, end - start, tokens, write_from, tuple(reservation.changes), sample)
-        )
-        step.work.append(_Work(sequence, sequence.epoch, sequence.slot, start, end, sample))
+        step.chunks.append(Chunk(slot, start, end - start, tokens, write_from, tuple(reservation.changes), sample))
+        step.work.append(_Work(sequence, sequence.epoch, slot, start, end, sample))
         step.budget -= end - start
         sequence.scheduled = end
         sequence.in_flight += sample

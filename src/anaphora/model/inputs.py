@@ -64,31 +64,38 @@ def flatten(
     queries: list[QueryRange] = []
     rows: list[int] = []
     given = 0
-    for chunk in batch.chunks:
-        table = tables.get(chunk.slot, ())
-        end = chunk.start + chunk.length
-        if chunk.length < 1 or len(table) * block_size < end:
+    row = 0
+    for slot, start, length, tokens, write_from, _, sample in batch.chunks:
+        table = tables.get(slot, ())
+        end = start + length
+        if length < 1 or len(table) * block_size < end:
             raise StepFailed(
-                f"slot {chunk.slot} is to compute positions {chunk.start} to {end - 1}, "
+                f"slot {slot} is to compute positions {start} to {end - 1}, "
                 f"but its block table holds {len(table) * block_size} tokens"
             )
-        queries.append(QueryRange(chunk.slot, len(token_ids), chunk.length, chunk.start, table))
-        if chunk.token_ids is None:
-            if chunk.slot not in sampled:
-                raise StepFailed(f"slot {chunk.slot} has sampled no token to go on from")
-            token_ids.append(-1 - chunk.slot)
+        queries.append(QueryRange(slot, row, length, start, table))
+        if tokens is None:
+            if slot not in sampled:
+                raise StepFailed(f"slot {slot} has sampled no token to go on from")
+            token_ids.append(-1 - slot)
         else:
-            token_ids += chunk.token_ids
-            given += chunk.length
-        if len(token_ids) != queries[-1].row + chunk.length:
-            raise StepFailed(f"the chunk of slot {chunk.slot} is {chunk.length} long but brings other tokens")
-        positions += range(chunk.start, end)
-        slots += [
-            table[position // block_size] * block_size + position % block_size if position >= chunk.write_from else 0
-            for position in range(chunk.start, end)
-        ]
-        if chunk.sample:
-            rows.append(len(token_ids) - 1)
+            token_ids += tokens
+            given += length
+        row += length
+        if len(token_ids) != row:
+            raise StepFailed(f"the chunk of slot {slot} is {length} long but brings other tokens")
+        if length == 1 and start >= write_from:  # most are; the loops below would take several times as long
+            block, offset = divmod(start, block_size)
+            positions.append(start)
+            slots.append(table[block] * block_size + offset)
+        else:
+            positions += range(start, end)
+            slots += [
+                table[position // block_size] * block_size + position % block_size if position >= write_from else 0
+                for position in range(start, end)
+            ]
+        if sample:
+            rows.append(row - 1)
     # oneDNN prepares itself anew for each number of rows, which costs as much as 20 rows do: keep to a few numbers.
     padding = -len(slots) % ROW_MULTIPLE if len(slots) > ROW_MULTIPLE else 0
     if padded is not None:

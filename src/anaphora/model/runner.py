@@ -189,7 +189,8 @@ class ModelRunner:
             self._join(join)
         self._backend.copy_blocks(batch.copies)
         for chunk in batch.chunks:
-            self._change_table(chunk)
+            if chunk.table_changes:
+                self._change_table(chunk)
         if not batch.chunks:
             return Submitted(StepOutput(batch.step, {}))
         if (submitted := self._graph_step(batch)) is not None:
