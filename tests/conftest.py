@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import shutil
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 # Before any test imports torch or the hub's client, which read these once. Subprocesses inherit them.
@@ -42,3 +44,13 @@ def shared_data() -> Path:
     if not folder.is_dir():
         pytest.skip("the shared test data (../shared/data) is not on this machine")
     return folder
+
+
+@pytest.fixture
+def engine_surroundings(monkeypatch: pytest.MonkeyPatch, repository: Path) -> Iterator[None]:
+    """The engine process can import ``tests``; temporary files go to an empty folder with a short name."""
+    path = (str(repository), os.environ.get("PYTHONPATH"))
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, path)))
+    with tempfile.TemporaryDirectory() as folder:
+        monkeypatch.setattr(tempfile, "tempdir", folder)
+        yield

@@ -180,6 +180,9 @@ class ServerConfig:
     api_key: tuple[str, ...] = option((), "key or keys that clients must send as a bearer token", metavar="KEY")
     record: str | None = option(None, "write a JSON line a request to this file (rotated)", metavar="FILE")
     record_prompts: bool = option(False, "with --record: write the request bodies too")
+    warm: str | None = option(
+        None, "compute the prefixes in this file (request bodies or text) before serving, and pin them", metavar="FILE"
+    )
     max_body_bytes: int = option(
         32 * 2**20, "largest request body that is read", parse=parse_bytes, metavar="SIZE", flag="--max-body-size"
     )

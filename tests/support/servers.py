@@ -18,7 +18,8 @@ from pathlib import Path
 import httpx
 from starlette.types import ASGIApp
 
-from anaphora.config import EngineConfig, ServerConfig, from_dict
+from anaphora.config import EngineConfig, ModelConfig, ServerConfig, from_dict
+from anaphora.core.client import EngineClient
 from anaphora.errors import EngineDead
 from anaphora.server.app import build_app, load_text, serve
 from anaphora.server.service import Names, Service
@@ -156,6 +157,33 @@ async def scripted(folder: Path, reply: str = "Hello, world", **server: object) 
         service.close()
 
 
+@dataclass
+class Whole:
+    """The application over a real engine process with a fake runner, and a client of it."""
+
+    engine: EngineClient
+    service: Service
+    client: httpx.AsyncClient
+
+
+@contextlib.asynccontextmanager
+async def whole(folder: Path, max_model_len: int, runner: str = FAKE, **server: object) -> AsyncIterator[Whole]:
+    """``server`` are fields of ServerConfig. Ends with the check of the cache's books."""
+    folder.mkdir(parents=True, exist_ok=True)
+    write_tokenizer(folder, 1000, CHATML)
+    config = EngineConfig(ModelConfig(max_model_len=max_model_len), runner=runner)
+    engine = await EngineClient.start(config)
+    service = Service(engine, load_text(folder, config), Names((MODEL,), MODEL), ServerConfig(**server), {})  # type: ignore[arg-type]
+    try:
+        transport = httpx.ASGITransport(build_app(service), raise_app_exceptions=False)
+        async with httpx.AsyncClient(transport=transport, base_url="http://server") as client:
+            yield Whole(engine, service, client)
+        await engine.check()
+    finally:
+        service.close()
+        await engine.close()
+
+
 def events(body: str) -> list[dict[str, object]]:
     """The JSON documents of an event stream, which must end in [DONE]."""
     lines = [line.removeprefix("data: ") for line in body.split("\n\n") if line]
@@ -188,7 +216,10 @@ def cli_server(model: Path | str, *flags: str) -> contextlib.AbstractContextMana
 
 
 def fake_server(folder: Path, runner: str = FAKE, **server: object) -> contextlib.AbstractContextManager[RunningServer]:
-    """The whole server, engine process included, over a runner without a model; ``server`` is for ServerConfig."""
+    """The whole server, engine process included, over a runner without a model.
+
+    ``server`` is for ServerConfig, ``max_model_len`` among it for the engine.
+    """
     return running_server(fake_command(folder, runner, **server))
 
 
@@ -249,4 +280,5 @@ class FakeSource:
 if __name__ == "__main__":
     _, folder, runner, server = sys.argv
     settings = {"host": "127.0.0.1", "port": 0} | json.loads(server)
-    sys.exit(serve(EngineConfig(runner=runner), from_dict(ServerConfig, settings), FakeSource(Path(folder))))
+    config = EngineConfig(ModelConfig(max_model_len=settings.pop("max_model_len", None)), runner=runner)
+    sys.exit(serve(config, from_dict(ServerConfig, settings), FakeSource(Path(folder))))

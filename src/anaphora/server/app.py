@@ -30,6 +30,7 @@ from anaphora.server.asgi import KeyGuard
 from anaphora.server.lifetime import Ending, Server
 from anaphora.server.routes import on_crash, on_error, on_http_error, routes
 from anaphora.server.service import Names, Service, TextSide
+from anaphora.server.warm import Entry, read_warm_file, warm_up
 from anaphora.text.chat import read_template
 from anaphora.text.generation import load_defaults
 from anaphora.text.tokenizer import Tokenizer
@@ -82,25 +83,32 @@ def cache_settings(config: EngineConfig, client: EngineClient) -> dict[str, str]
 def serve(engine_config: EngineConfig, server_config: ServerConfig, source: Source) -> int:
     """Serve the model until SIGINT or SIGTERM; returns the exit code.
 
-    A taken port or a log that cannot be written is told at once, before the model is loaded (ConfigError). Requests
-    that run at the end get ``shutdown_timeout`` seconds; a second signal cuts that short and kills the engine process,
-    which ends with the server in every case.
+    A taken port, a log that cannot be written or a --warm file that cannot be read is told at once, before the model is
+    loaded (ConfigError). Requests that run at the end get ``shutdown_timeout`` seconds; a second signal cuts that short
+    and kills the engine process, which ends with the server in every case.
     """
     _configure_logging()
     if server_config.record is not None:
         open_log(Path(server_config.record)).close()
+    prefixes = read_warm_file(server_config.warm) if server_config.warm is not None else []
+    if prefixes and not engine_config.cache.enable_prefix_caching:
+        raise ConfigError("--warm needs prefix caching; leave --no-enable-prefix-caching out")
     listeners = _bind(server_config.host, server_config.port)
     model = dataclasses.replace(engine_config.model, model=str(source.folder))
     config = dataclasses.replace(engine_config, model=model)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner, contextlib.ExitStack() as closing:
         for listener in listeners:
             closing.enter_context(listener)
-        runner.run(_serve(config, server_config, source, listeners))
+        runner.run(_serve(config, server_config, source, listeners, prefixes))
     return 0
 
 
 async def _serve(
-    config: EngineConfig, server_config: ServerConfig, source: Source, listeners: list[socket.socket]
+    config: EngineConfig,
+    server_config: ServerConfig,
+    source: Source,
+    listeners: list[socket.socket],
+    prefixes: list[Entry],
 ) -> None:
     began = time.monotonic()
     ending = Ending()
@@ -135,6 +143,9 @@ async def _serve(
             lambda: _announce(names.served, listeners[0], began),
         )
         try:
+            if prefixes and not await _before(asyncio.create_task(warm_up(service, prefixes)), told):
+                logger.info("%s: ended before the prefixes of --warm were computed", ending.why)
+                return
             await server.serve(sockets=listeners)
         finally:
             service.close()

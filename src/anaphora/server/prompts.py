@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
+
+import msgspec
 
 from anaphora.errors import InvalidRequest
 from anaphora.server.protocol import ChatRequest, CompletionRequest, Generation, TokenizeRequest
@@ -46,6 +49,34 @@ def chat_prompt(
         kwargs=kwargs or None,
     )
     return encode(text, tokenizer, add_special_tokens=bool(request.add_special_tokens), limit=limit, where="messages")
+
+
+def beginning(request: ChatRequest, tokenizer: Tokenizer, template: ChatTemplate | None, limit: int | None) -> Prompt:
+    """What conversations that begin with these messages share.
+
+    Where the last message leaves the word to the user (a system text, an answer), that ends where the next user
+    message begins: as far as prompts with different ones are the same. Else it is the whole prompt.
+    """
+    last = (request.messages or [{}])[-1].get("role")
+    given = request.add_generation_prompt is not None or request.continue_final_message
+    if template is None or given or last in ("user", "tool"):
+        return chat_prompt(request, tokenizer, template, limit)
+    following = [
+        msgspec.structs.replace(request, messages=[*request.messages, {"role": "user", "content": text}])
+        for text in _USERS
+    ]
+    prompts = [chat_prompt(body, tokenizer, template, limit) for body in following]
+    columns = zip(*(prompt.token_ids for prompt in prompts), strict=False)
+    shared = [column[0] for column in itertools.takewhile(lambda column: len(set(column)) == 1, columns)]
+    if not shared:
+        raise InvalidRequest(
+            "the chat template puts nothing before the user's message that conversations share", param="messages"
+        )
+    return Prompt(tuple(shared))
+
+
+_USERS = ("a", "Z", "7", "\u4f60")
+"""Beginnings of different user messages: a letter, a capital, a digit, a character of another script."""
 
 
 def _generation_prompt(request: ChatRequest | TokenizeRequest) -> bool:
@@ -94,12 +125,29 @@ def completion_prompts(request: CompletionRequest, tokenizer: Tokenizer, limit: 
 def fit(prompt: Prompt, sampling: SamplingParams, request: Generation, info: EngineInfo) -> tuple[Prompt, int]:
     """The prompt cut as asked, and the tokens that its answer may have.
 
-    InvalidRequest where the prompt is empty, holds ids beyond the vocabulary, or is longer than the window with
-    ``max_tokens`` as the request gives it; a ``max_tokens`` that the request does not give is cut to the room left.
+    InvalidRequest as by ``usable``, and where the prompt is longer than the window with ``max_tokens`` as the request
+    gives it; a ``max_tokens`` that the request does not give is cut to the room left.
     """
     explicit = request.max_tokens
     if isinstance(request, ChatRequest) and request.max_completion_tokens is not None:
         explicit = request.max_completion_tokens
+    prompt = usable(prompt, request, info, explicit or 1)
+    limit, length = info.max_model_len, len(prompt.token_ids)
+    room = limit - length
+    if explicit is not None and explicit > room:
+        raise InvalidRequest(
+            f"This model's maximum context length is {limit} tokens; {length} in the prompt and {explicit} asked "
+            f"for in the answer are {length + explicit}. Ask for at most {room}, or leave max_tokens out",
+            param="max_tokens",
+        )
+    return prompt, room if sampling.max_tokens is None else min(sampling.max_tokens, room)
+
+
+def usable(prompt: Prompt, request: Generation, info: EngineInfo, answer: int = 1) -> Prompt:
+    """The prompt cut as asked (-1 leaves room for ``answer`` tokens).
+
+    InvalidRequest where it is empty, holds ids beyond the vocabulary, or leaves no room for a token.
+    """
     where = "messages" if isinstance(request, ChatRequest) else "prompt"
     limit = info.max_model_len
     if request.truncate_prompt_tokens is not None:
@@ -108,32 +156,24 @@ def fit(prompt: Prompt, sampling: SamplingParams, request: Generation, info: Eng
             raise InvalidRequest(
                 f"truncate_prompt_tokens must be at most {limit}, got {keep}", param="truncate_prompt_tokens"
             )
-        keep = max(1, limit - (explicit or 1)) if keep == -1 else keep
-        prompt = Prompt(_truncate(prompt.token_ids, keep, request.truncation_side or "left"))
+        keep = max(1, limit - answer) if keep == -1 else keep
+        if len(prompt.token_ids) > keep:
+            prompt = Prompt(_cut(prompt.token_ids, keep, request.truncation_side or "left"))
     ids = prompt.token_ids
     if not ids:
         raise InvalidRequest("the prompt is empty: it must hold at least one token", param=where)
     check_ids(ids, info.model.vocab_size, where)
-    room = limit - len(ids)
-    if room < 1:
+    if len(ids) >= limit:
         raise InvalidRequest(
             f"This model's maximum context length is {limit} tokens; the prompt has {len(ids)} tokens, "
             "which leaves no room for an answer. Shorten it",
             param=where,
         )
-    if explicit is not None and explicit > room:
-        raise InvalidRequest(
-            f"This model's maximum context length is {limit} tokens; {len(ids)} in the prompt and {explicit} asked "
-            f"for in the answer are {len(ids) + explicit}. Ask for at most {room}, or leave max_tokens out",
-            param="max_tokens",
-        )
-    return prompt, room if sampling.max_tokens is None else min(sampling.max_tokens, room)
+    return prompt
 
 
-def _truncate(ids: tuple[int, ...], keep: int, side: str) -> tuple[int, ...]:
+def _cut(ids: tuple[int, ...], keep: int, side: str) -> tuple[int, ...]:
     """``side`` is the side that is cut off."""
-    if len(ids) <= keep:
-        return ids
     return ids[len(ids) - keep :] if side == "left" else ids[:keep]
 
 

@@ -7,10 +7,11 @@ changes nothing; fields that nobody knows are ignored and named in the debug log
 
 from __future__ import annotations
 
+import difflib
 import logging
 import math
 import re
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import msgspec
 
@@ -34,7 +35,9 @@ class StreamOptions(msgspec.Struct):
 
 
 class Body(msgspec.Struct, kw_only=True):
-    """What every request may hold. None is the same as leaving the field out."""
+    """What every request may hold. None is the same as leaving it out. ``strict``: unknown fields are refused."""
+
+    strict: ClassVar[bool] = False
 
     model: str | None = None
 
@@ -152,6 +155,30 @@ class CompletionRequest(Generation, kw_only=True):
         if len(given) > MAX_PROMPTS:
             raise InvalidRequest(f"prompt takes at most {MAX_PROMPTS} prompts, got {len(given)}", param="prompt")
         return list(given)  # type: ignore[arg-type]
+
+
+class ChatPrefix(ChatRequest, kw_only=True):
+    """A chat body as the routes under /v1/cache take it: its prompt counts, what it says of the answer does not."""
+
+    strict: ClassVar[bool] = True
+
+
+class TextPrefix(CompletionRequest, kw_only=True):
+    """The same for a completion body."""
+
+    strict: ClassVar[bool] = True
+
+
+class PinId(Body, kw_only=True):
+    """POST /v1/cache/unpin by name: the id or ids that pinning gave."""
+
+    strict: ClassVar[bool] = True
+
+    id: str | list[str]
+
+    def check(self) -> None:
+        if not self.id:
+            raise InvalidRequest("id must name at least one pin", param="id")
 
 
 class TokenizeRequest(Body, kw_only=True):
@@ -291,9 +318,14 @@ def parse(body: bytes, *kinds: type[T]) -> tuple[T, dict[str, Any]]:
     except msgspec.ValidationError as error:
         raise _explain(error) from None
     request.check()  # type: ignore[attr-defined]
-    if logger.isEnabledFor(logging.DEBUG):
+    if kind.strict or logger.isEnabledFor(logging.DEBUG):
         known = {field.name for field in msgspec.structs.fields(kind)} | REFUSED.keys() | _WITHOUT_EFFECT
-        if unknown := sorted(plain.keys() - known):
+        unknown = sorted(plain.keys() - known)
+        if unknown and kind.strict:
+            close = difflib.get_close_matches(unknown[0], known, n=1)
+            hint = f"; did you mean {close[0]}?" if close else ""
+            raise InvalidRequest(f"there is no field {unknown[0]!r:.80}{hint}", param=unknown[0][:80])
+        if unknown:
             logger.debug("ignored unknown fields: %.200s", ", ".join(map(repr, unknown)))
     return request, plain
 

@@ -12,11 +12,20 @@ from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 
 from anaphora.errors import AnaphoraError, Conflict, EngineDead, InvalidRequest, NotFound
-from anaphora.server import prompts
+from anaphora.server import prefixes, prompts
 from anaphora.server.asgi import Post
 from anaphora.server.chat import chat
 from anaphora.server.completions import complete
-from anaphora.server.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from anaphora.server.protocol import (
+    ChatPrefix,
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    PinId,
+    TextPrefix,
+    TokenizeRequest,
+)
+from anaphora.server.render import render_chat, render_text
 from anaphora.server.responses import error_body, error_response, json_response
 from anaphora.server.service import Call, Service
 
@@ -29,6 +38,12 @@ def routes(service: Service) -> list[BaseRoute]:
     return [
         Route("/v1/chat/completions", Post(service, ChatRequest, chat), methods=["POST"]),
         Route("/v1/completions", Post(service, CompletionRequest, complete), methods=["POST"]),
+        Route("/v1/chat/completions/render", Post(service, ChatRequest, render_chat), methods=["POST"]),
+        Route("/v1/completions/render", Post(service, CompletionRequest, render_text), methods=["POST"]),
+        Route("/v1/cache/prefixes", reads.prefixes),
+        Route("/v1/cache/warm", Post(service, (ChatPrefix, TextPrefix), prefixes.warm), methods=["POST"]),
+        Route("/v1/cache/pin", Post(service, (ChatPrefix, TextPrefix), prefixes.pin), methods=["POST"]),
+        Route("/v1/cache/unpin", Post(service, (ChatPrefix, TextPrefix, PinId), prefixes.unpin), methods=["POST"]),
         Route("/v1/models", reads.models),
         Route("/v1/models/{model:path}", reads.model),
         Route("/tokenize", Post(service, TokenizeRequest, tokenize), methods=["POST"]),
@@ -83,8 +98,11 @@ class Reads:
         body, content_type = self._service.metrics.export(request.headers.get("accept"))
         return Response(body, headers={"content-type": content_type})
 
+    async def prefixes(self, request: Request) -> Response:
+        return await prefixes.listing(self._service, request)
+
     async def reset(self, _: Request) -> Response:
-        """Says whether the cache was emptied; it is not while requests use its blocks."""
+        """Says whether the cache was emptied; it is not while requests use its blocks. Pins stay, to be filled anew."""
         if await self._service.engine.reset_prefix_cache():
             logger.info("the prefix cache was emptied (POST /reset_prefix_cache)")
             return json_response({"reset": True})

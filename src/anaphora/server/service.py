@@ -25,7 +25,7 @@ from anaphora.text.assemble import ChoiceDelta
 from anaphora.text.chat import ChatTemplate
 from anaphora.text.generation import GenerationDefaults
 from anaphora.text.tokenizer import Tokenizer
-from anaphora.types import EngineInfo, EngineStats, Request, StepResult
+from anaphora.types import EngineInfo, EngineStats, PinReport, Prefix, PrefixList, Request, StepResult
 
 logger = logging.getLogger("anaphora.server")
 
@@ -49,6 +49,9 @@ class EngineFace(Engine, Protocol):
     @property
     def hung(self) -> str | None: ...
     async def reset_prefix_cache(self) -> bool: ...
+    async def pin(self, prefixes: Sequence[Prefix]) -> tuple[PinReport, ...]: ...
+    async def unpin(self, prefixes: Sequence[Prefix] = (), ids: Sequence[str] = ()) -> tuple[PinReport, ...]: ...
+    async def list_prefixes(self, cache_salt: str | None, limit: int) -> PrefixList: ...
 
 
 @dataclass(frozen=True)
@@ -146,7 +149,7 @@ class Service:
 
     async def answers(self, call: Call) -> list[Answer]:
         """The prompts of a call as engine requests that have not started yet."""
-        ready = await self.in_thread(self._engine_requests, call)
+        ready = await self.in_thread(self.engine_requests, call)
         answers: list[Answer] = []
         for prompt, request in ready:
             first = len(answers) * request.sampling.n
@@ -167,7 +170,8 @@ class Service:
         streams = [answer.pieces(self.engine, self, about) for answer in answers]
         return streams[0] if len(streams) == 1 else merge(streams)
 
-    def _engine_requests(self, call: Call) -> list[tuple[prompts.Prompt, Request]]:
+    def engine_requests(self, call: Call) -> list[tuple[prompts.Prompt, Request]]:
+        """The prompts of a call, each with what the engine is asked. For a worker thread."""
         body: ChatRequest | CompletionRequest = call.request
         tokenizer, defaults = self.text.tokenizer, self.text.defaults
         sampling = sampling_params(body, defaults.sampling)

@@ -77,6 +77,32 @@ class ChatTemplate:
             return self._render_open(ready, variables)
         return self._render(ready, variables)
 
+    def changes(self, messages: Sequence[Message]) -> list[str]:
+        """What ``render`` changes of the messages before the template sees them, in words."""
+        found: list[str] = []
+        for index, message in enumerate(messages):
+            where = f"messages[{index}]"
+            ready = self._prepared(message, where)
+            content = message.get("content")
+            if ready["role"] != message["role"]:
+                found.append(f"{where}.role: {message['role']} is given to the template as {ready['role']}")
+            if "content" in message and content is None:
+                found.append(f"{where}.content: null is given as empty text")
+            if isinstance(content, list) and isinstance(ready["content"], str):
+                found.append(f"{where}.content: {len(content)} text parts are given as one text, joined by newlines")
+            for number, (call, made) in enumerate(
+                zip(message.get("tool_calls") or (), ready.get("tool_calls") or (), strict=True)
+            ):
+                given, taken = call["function"].get("arguments"), made["function"]["arguments"]
+                if isinstance(given, str) and not isinstance(taken, str):
+                    what = "JSON text is parsed, and the template writes it anew"
+                elif given is not None and not isinstance(given, str) and isinstance(taken, str):
+                    what = "the object is given as JSON text"
+                else:
+                    continue
+                found.append(f"{where}.tool_calls[{number}].function.arguments: {what}")
+        return found
+
     @functools.cached_property
     def drops_tools(self) -> bool:
         """Whether tools that are given do not show in the prompt."""
