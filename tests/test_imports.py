@@ -44,8 +44,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     | {"starlette", "uvicorn", "uvloop", "httptools", "msgspec", "prometheus_client"},
     "anaphora.tools": BASE,
     "anaphora.tools.bench": BASE
-    | {"anaphora.llm", "anaphora.text", "anaphora.observe.record"}
-    | {"httpx", "rich", "jinja2", "msgspec", "prometheus_client"},
+    | {"anaphora.llm", "anaphora.text", "anaphora.observe"}
+    | {"httpx", "rich", "jinja2", "msgspec"},
     "anaphora.tools.demo": BASE | {"anaphora.tools.bench", "httpx", "rich"},
     "anaphora.tools.doctor": BASE
     | {"anaphora.cache", "anaphora.text", "anaphora.observe", "anaphora.server.protocol"}

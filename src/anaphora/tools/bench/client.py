@@ -6,15 +6,16 @@ import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from typing import Any
-from urllib.parse import urlsplit
 
 import httpx
 import msgspec
-from prometheus_client.parser import text_string_to_metric_families
 
+from anaphora.config import parse_server_url
 from anaphora.errors import AnaphoraError, ConfigError
+from anaphora.observe.scrape import Growth, hits, parse
 
 TIMEOUT = httpx.Timeout(30, read=900)
+_PREFILL = "vllm:request_prefill_time_seconds"
 WARM_UP = "Name three rivers of Europe, and say in one sentence through which countries each of them flows."
 
 
@@ -63,28 +64,17 @@ class Counters:
     prefill_buckets: dict[float, float]
 
 
-# The first name that a server shows is taken: vLLM's (ours too), vLLM's former ones, SGLang's.
-_COUNTERS = {
-    "queries": ("vllm:prefix_cache_queries_total", "vllm:gpu_prefix_cache_queries_total", "sglang:prompt_tokens_total"),
-    "hits": ("vllm:prefix_cache_hits_total", "vllm:gpu_prefix_cache_hits_total", "sglang:cached_tokens_total"),
-    "prefill_s": ("vllm:request_prefill_time_seconds_sum",),
-    "prefills": ("vllm:request_prefill_time_seconds_count",),
-}
-_BUCKET = "vllm:request_prefill_time_seconds_bucket"
-
-
 def read_counters(text: str) -> Counters:
-    """Sums over all label sets (several engines) of a Prometheus page."""
-    sums: dict[str, float] = {}
-    buckets: dict[float, float] = {}
-    for family in text_string_to_metric_families(text):
-        for sample in family.samples:
-            sums[sample.name] = sums.get(sample.name, 0.0) + sample.value
-            if sample.name == _BUCKET:
-                bound = float(sample.labels["le"])
-                buckets[bound] = buckets.get(bound, 0.0) + sample.value
-    found = {key: next((sums[name] for name in names if name in sums), None) for key, names in _COUNTERS.items()}
-    return Counters(prefill_buckets=buckets, **found)
+    """Sums over all label sets (several engines) of a Prometheus page, under the names of any known server."""
+    growth = Growth(parse(text))
+    looked = hits(growth)
+    return Counters(
+        queries=looked.looked_up if looked else None,
+        hits=looked.found if looked else None,
+        prefill_s=growth.total(f"{_PREFILL}_sum"),
+        prefills=growth.total(f"{_PREFILL}_count"),
+        prefill_buckets=growth.at_most(_PREFILL),
+    )
 
 
 @dataclass(slots=True)
@@ -101,10 +91,7 @@ class Server:
     """A server under measurement. Close it, or use it as an async context manager."""
 
     def __init__(self, url: str, model: str | None = None, api_key: str | None = None) -> None:
-        parts = urlsplit(url if "//" in url else f"http://{url}")
-        if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise ConfigError(f"{url!r} is no server address: write something like http://127.0.0.1:8000")
-        self.url = f"{parts.scheme}://{parts.netloc}{parts.path}".rstrip("/").removesuffix("/v1")
+        self.url = parse_server_url(url)
         self.model = model
         self.window: int | None = None
         self.version: str | None = None
@@ -114,7 +101,7 @@ class Server:
             timeout=TIMEOUT,
             limits=httpx.Limits(max_connections=None),
             headers={"Authorization": f"Bearer {api_key}"} if api_key else {},
-            trust_env=parts.hostname not in ("127.0.0.1", "localhost", "::1"),
+            trust_env=httpx.URL(self.url).host not in ("127.0.0.1", "localhost", "::1"),
         )
 
     async def close(self) -> None:
