@@ -180,6 +180,12 @@ def test_cache_and_core_load_no_torch() -> None:
     assert loaded_by("import " + ", ".join(names)) & HEAVY == set()
 
 
+def test_the_tools_for_other_servers_load_nothing_of_our_own() -> None:
+    commands = ("doctor.command", "recorder.command", "bench.client")
+    code = "import " + ", ".join(f"anaphora.tools.{name}" for name in commands)
+    assert loaded_by(code) & (HEAVY | {"zmq", "uvloop", "numba"}) == set()
+
+
 def test_the_package_and_its_help_load_nothing_heavy() -> None:
     code = "import anaphora\nfrom anaphora.cli import main\ntry: main(['--help'])\nexcept SystemExit: pass"
     third = loaded_by(code) & (HEAVY | {"httpx", "rich", "jinja2", "msgspec", "tokenizers", "prometheus_client"})

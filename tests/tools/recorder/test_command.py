@@ -53,7 +53,10 @@ def test_a_client_of_openais_sees_the_server_and_the_log_sees_both(
         assert client.models.list().data[0].id == MODEL
     process.send_signal(number)
     assert process.wait(20) == 0
-    assert f"3 requests recorded in {out}" in process.stderr.read()
+    said = process.stderr.read()
+    assert f"3 requests recorded in {out}" in said
+    assert "1 answers told no usage" in said
+    assert "cached tokens" not in said
     process.stderr.close()
     cold, warm, blind = read(out)
     assert cold.cached_tokens == 0

@@ -399,7 +399,7 @@ async def test_an_idle_connection_that_the_server_closes_is_closed_as_it_would_b
     async with recording(script, tmp_path / "log") as setup:
         got = await through(setup, request(body=json.dumps(CHAT).encode()) * 2)
         assert got == answer(b"{}")
-        assert [record.finish for record in setup.records()] == ["", "error"]
+        assert [(record.finish, record.status) for record in setup.records()] == [("", 200), ("error", 0)]
 
 
 @pytest.mark.parametrize("reset", [False, True])

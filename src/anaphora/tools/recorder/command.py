@@ -32,6 +32,13 @@ def main(options: RecordOptions) -> int:
     _say(f"{writer.written:,} requests recorded in {options.out}")
     if writer.dropped or proxy.lost:
         _say(f"{writer.dropped + proxy.lost:,} requests passed without a record (the warnings above say why)")
+    if proxy.with_usage < proxy.answers:
+        _say(f"{proxy.answers - proxy.with_usage:,} answers told no usage: clients must ask for it, or --ask-usage")
+    if proxy.with_cached < proxy.with_usage:
+        _say(
+            f"{proxy.with_usage - proxy.with_cached:,} answers told no cached tokens: vLLM does with "
+            "--enable-prompt-tokens-details"
+        )
     return 0
 
 

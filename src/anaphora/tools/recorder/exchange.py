@@ -79,7 +79,7 @@ class Exchange:
             route=self._route,
             ttft_s=None if first is None else first - self._began,
             total_s=self._end - self._began,
-            status=self._status or 200,
+            status=self._status,
         )
 
     def complete(self, record: RequestRecord) -> None:

@@ -19,7 +19,7 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from anaphora.observe.record import RecordWriter
+from anaphora.observe.record import RecordWriter, RequestRecord
 from anaphora.tools.recorder.exchange import Exchange, is_recorded
 from anaphora.tools.recorder.http1 import Framing, Head, Kind, Piece, Splitter, answer_framing, request_framing
 from anaphora.tools.recorder.usage import UsageAsker
@@ -60,15 +60,20 @@ class Upstream:
 
 
 class Proxy:
-    """What all connections share. ``open`` counts the requests that await the end of their answers."""
+    """What all connections share.
+
+    ``open`` counts the requests that await the end of their answers, ``lost`` those that passed unrecorded because
+    their connection could not be followed, ``answers`` the good ones recorded, and how many of them told usage and
+    cached tokens.
+    """
 
     def __init__(self, upstream: Upstream, writer: RecordWriter, *, keep_prompts: bool, ask_usage: bool) -> None:
         self.upstream = upstream
         self.writer = writer
         self.keep_prompts = keep_prompts
         self.ask_usage = ask_usage
-        self.seen = 0
         self.lost = 0
+        self.answers = self.with_usage = self.with_cached = 0
         self.ending = False
         self._connections: dict[_Connection, asyncio.Task[None]] = {}
         self._changed = asyncio.Event()
@@ -110,8 +115,15 @@ class Proxy:
 
     def keep(self, exchange: Exchange) -> None:
         """Have the record of an exchange written."""
-        self.seen += 1
-        self.writer.write(exchange.record(), exchange.complete, exchange.size)
+
+        def complete(record: RequestRecord) -> None:
+            exchange.complete(record)
+            if record.status == 200 and not record.error:
+                self.answers += 1
+                self.with_usage += record.prompt_tokens > 0
+                self.with_cached += record.cached_tokens is not None
+
+        self.writer.write(exchange.record(), complete, exchange.size)
 
 
 @dataclass(slots=True)
