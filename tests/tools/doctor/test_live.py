@@ -168,6 +168,12 @@ def test_a_block_larger_than_the_prompt_cannot_hit() -> None:
     assert titles(examined(*texts)) == ["The block is larger than the prompts"]
 
 
+def test_a_block_larger_than_a_shared_beginning_may_be_the_cause() -> None:
+    data = examined(*(pages.vllm(n, block_size=784) for n in (1, 9)))
+    assert titles(data)[0] == "See whether the shared beginning fills a block"
+    assert data["advice"][0]["do"].endswith("anaphora doctor log.jsonl --block-size 784")
+
+
 def test_quantised_keys_and_values_are_suspected_before_the_prompts() -> None:
     data = examined(*(pages.vllm(n, dtype="fp8_e5m2") for n in (1, 9)))
     assert titles(data) == ["Try without KV quantisation", "Find what changes at the head of the prompts"]

@@ -276,6 +276,18 @@ async def test_anthropic_streams_tell_usage_twice(tmp_path: Path) -> None:
     assert record.ttft_s is not None
 
 
+async def test_usage_that_comes_twice_is_put_together(tmp_path: Path) -> None:
+    """Some servers tell the prompt with the finish reason, and the cached tokens only in an event behind it."""
+    first = {"choices": [{"delta": {}, "finish_reason": "stop"}], "usage": {"prompt_tokens": 900, "cached": None}}
+    second = {"choices": [], "usage": {"prompt_tokens": 900, "prompt_tokens_details": {"cached_tokens": 880}}}
+    third = {"choices": [], "usage": None}
+    reply = SSE_HEAD + b"".join(sse(first, second, third, "[DONE]")) + LAST
+    async with recording(replying(reply, bytearray(), 2), tmp_path / "log") as setup:
+        await through(setup, request(body=b"{}"))
+        (record,) = setup.records()
+    assert (record.prompt_tokens, record.cached_tokens) == (900, 880)
+
+
 async def test_several_requests_share_a_connection(tmp_path: Path) -> None:
     body = json.dumps(CHAT).encode()
     replies = [answer(json.dumps({"id": f"r{n}", "usage": USAGE}).encode()) for n in range(3)]

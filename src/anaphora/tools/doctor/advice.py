@@ -9,6 +9,8 @@ LOW, FAIR = 0.02, 0.5
 FULL = 0.9
 SMALL_SHARE = 0.1
 UNEVEN = 0.2
+LARGE_BLOCK = 256
+"""Tokens; engines choose 16 to 128 themselves unless the model forces more."""
 
 _FLAG = {
     "vLLM": "start it with --enable-prefix-caching",
@@ -60,6 +62,12 @@ def _hits(data: dict[str, Any], window: dict[str, Any]) -> Iterator[tuple[str, s
             "set a smaller --block-size where the model allows it; else nothing is broken, the prompts are too short",
         )
     elif rate < LOW:
+        if block and block > LARGE_BLOCK:
+            yield (
+                "See whether the shared beginning fills a block",
+                f"a block has {block:,} tokens, and a beginning that is shorter is not reused: that looks like a fault",
+                f"{_record(data)} --block-size {block}",
+            )
         dtype = str(data["cache"]["dtype"] or "")
         if "fp8" in dtype or "int8" in dtype:
             yield (
