@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from starlette.middleware.errors import ServerErrorMiddleware
 
 from tests.support.servers import Bench, scripted
 
@@ -85,3 +86,22 @@ async def test_a_client_that_leaves_a_stream_ends_its_request(tmp_path: Path) ->
         assert len(sent) < 50
         assert len(bench.engine.aborted) == 2
         assert not bench.engine.running
+
+
+async def test_chunks_pass_no_middleware(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    passed: list[str] = []
+    build = ServerErrorMiddleware.__call__
+
+    async def counting(self: Any, scope: Any, receive: Any, send: Any) -> None:
+        async def noted(message: Any) -> None:
+            passed.append(message["type"])
+            await send(message)
+
+        await build(self, scope, receive, noted)
+
+    monkeypatch.setattr(ServerErrorMiddleware, "__call__", counting)
+    headers = {"X-Request-Id": "mine"}
+    answer = await bench.client.post("/v1/completions", json={"prompt": "x", "stream": True}, headers=headers)
+    assert answer.text.count("data: ") > 10
+    assert answer.headers["x-request-id"] == "mine"
+    assert passed == ["http.response.start"]

@@ -26,7 +26,7 @@ from anaphora.core.client import EngineClient
 from anaphora.errors import AnaphoraError, ConfigError
 from anaphora.observe.log import describe_pool
 from anaphora.observe.record import open_log
-from anaphora.server.asgi import KeyGuard
+from anaphora.server.asgi import KeyGuard, Straight
 from anaphora.server.lifetime import Ending, Server
 from anaphora.server.routes import on_crash, on_error, on_http_error, routes
 from anaphora.server.service import Names, Service, TextSide
@@ -54,7 +54,7 @@ def build_app(service: Service) -> ASGIApp:
         exception_handlers={AnaphoraError: on_error, HTTPException: on_http_error, Exception: on_crash},
     )
     keys = service.config.api_key
-    return KeyGuard(app, keys) if keys else app
+    return Straight(KeyGuard(app, keys) if keys else app)
 
 
 def load_text(folder: Path, config: EngineConfig) -> TextSide:

@@ -15,6 +15,7 @@ from anaphora.errors import AnaphoraError, BodyTooLarge, InvalidRequest, Unautho
 from anaphora.server.protocol import MAX_REQUEST_ID_LENGTH, Body, parse
 from anaphora.server.responses import error_response
 from anaphora.server.service import Call, Service
+from anaphora.server.stream import STRAIGHT
 
 OPEN_PATHS = frozenset({"/health", "/ping", "/version", "/metrics", "/load"})
 """What probes and scrapers read without a key."""
@@ -43,6 +44,17 @@ class KeyGuard:
         # All keys are compared, each in constant time: the answer's time tells nothing.
         matches = [hmac.compare_digest(given, key) for key in self._keys]
         return scheme.lower() == "bearer" and any(matches)
+
+
+class Straight:
+    """The outermost layer: leaves its ``send`` in the scope for streams (server.stream.STRAIGHT)."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        scope[STRAIGHT] = send
+        await self._app(scope, receive, send)
 
 
 Handler = Callable[[Service, Call], Awaitable[Any]]

@@ -19,6 +19,9 @@ from anaphora.server.responses import error_body
 
 logger = logging.getLogger("anaphora.server")
 
+STRAIGHT = "anaphora.send"
+"""In the scope: the server's own ``send``. The chunks of a stream take it, past the application's middleware."""
+
 DONE = b"data: [DONE]\n\n"
 _HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
@@ -82,6 +85,7 @@ class EventStream:
         async with aclosing(self._events) as events:
             chunk = await anext(events, DONE)
             await send({"type": "http.response.start", "status": 200, "headers": self._headers})
+            send = scope.get(STRAIGHT, send)
             try:
                 while chunk is not DONE:
                     await send({"type": "http.response.body", "body": chunk, "more_body": True})
