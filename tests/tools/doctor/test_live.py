@@ -130,6 +130,16 @@ def test_anaphora_is_not_judged_by_vllms_versions() -> None:
     assert data["misses"] == {"diverged": 6}
 
 
+def test_anaphora_tells_what_other_sizes_would_give() -> None:
+    own = "# TYPE anaphora:prefix_cache_hits_at_size counter\n"
+    for size, found in (("0.5", 6050), ("1", 12100), ("2", 18150), ("4", 21780)):
+        own += f'anaphora:prefix_cache_hits_at_size_total{{size="{size}"}} {found}\n'
+    data = examined(pages.vllm(10, cached=1210) + own, engine="anaphora", version="0.1.0")
+    assert data["sizes"] == {0.5: 0.25, 1.0: 0.5, 2.0: 0.75, 4.0: 0.9}
+    assert titles(data) == ["A larger cache would reuse more"]
+    assert examined(pages.vllm(10))["sizes"] == {}
+
+
 def test_no_traffic_is_no_hit_rate() -> None:
     idle = examined(pages.vllm(0), pages.vllm(0))
     assert idle["sample"]["hit_rate"] is None

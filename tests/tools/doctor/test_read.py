@@ -138,6 +138,11 @@ def test_a_missing_log() -> None:
         requests("/nowhere/log")
 
 
+def test_an_address_without_its_scheme_gets_a_hint() -> None:
+    with pytest.raises(ConfigError, match="a running server is named http://localhost:8000"):
+        requests("localhost:8000")
+
+
 def test_an_array_over_several_lines(tmp_path: Path) -> None:
     path = tmp_path / "log.json"
     path.write_text(json.dumps([CHAT, CHAT], indent=2))

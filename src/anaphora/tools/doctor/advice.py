@@ -9,6 +9,7 @@ LOW, FAIR = 0.02, 0.5
 FULL = 0.9
 SMALL_SHARE = 0.1
 UNEVEN = 0.2
+WORTH = 0.05
 LARGE_BLOCK = 256
 """Tokens; engines choose 16 to 128 themselves unless the model forces more."""
 
@@ -110,6 +111,13 @@ def _room(data: dict[str, Any], window: dict[str, Any]) -> Iterator[tuple[str, s
             "Make room for the KV cache",
             f"running requests hold up to {used:.0%} of it, so little stays for reuse",
             more,
+        )
+    sizes = data["sizes"]
+    if sizes.get(4.0, 0.0) - sizes.get(1.0, 0.0) > WORTH:
+        yield (
+            "A larger cache would reuse more",
+            f"hit rate {sizes[1.0]:.1%} now, {sizes[2.0]:.1%} at twice the size, {sizes[4.0]:.1%} at four times",
+            "raise --gpu-memory-utilization, or --kv-cache-memory-bytes on a CPU",
         )
     queue, prefill = window["queue_s"], window["prefill_s"]
     if queue is not None and queue > max(prefill or 0.0, 0.1):

@@ -51,6 +51,7 @@ def figures(seen: Seen) -> dict[str, Any]:
         "since_start": since_start,
         "parts": list(_parts(sampled or Growth(last))),
         "misses": _misses(sampled or Growth(last)),
+        "sizes": _sizes(Growth(last)),
     }
     return data | {"notes": list(_notes(seen, data))}
 
@@ -259,6 +260,13 @@ def _misses(growth: Growth) -> dict[str, int]:
     """Anaphora alone tells why requests reused no more."""
     counts = ((labels["reason"], round(value)) for labels, value in growth.by_labels("anaphora:cache_misses_total"))
     return dict(sorted(((reason, count) for reason, count in counts if count), key=lambda item: -item[1]))
+
+
+def _sizes(growth: Growth) -> dict[float, float]:
+    """Anaphora alone tells: the hit rate since the start that a cache of so many times the size would have had."""
+    looked = growth.total("vllm:prefix_cache_queries_total")
+    found = list(growth.by_labels("anaphora:prefix_cache_hits_at_size_total")) if looked else []
+    return {float(labels["size"]): value / looked for labels, value in found if looked}
 
 
 def _notes(seen: Seen, data: dict[str, Any]) -> Iterator[str]:

@@ -66,6 +66,9 @@ def show(data: dict[str, Any], console: Console) -> None:
     if data["misses"]:
         why = ", ".join(f"{count:,} {reason}" for reason, count in data["misses"].items())
         console.print(_line("why not more", why))
+    if data["sizes"]:
+        rates = ", ".join(f"{rate:.1%} at {size:g} times its size" for size, rate in data["sizes"].items())
+        console.print(_line("the cache", f"hit rate since the start {rates}"))
     for note in data["notes"]:
         console.print(Text(f"note: {note}", style="yellow"))
     _show_advice(data["advice"], console)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import re
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,6 +16,7 @@ from anaphora.tools.doctor.bodies import Logged, NotARequest, requests_of
 from anaphora.tools.doctor.vllm_log import VllmLog
 
 _NOTHING = object()
+_ADDRESS = re.compile(r"[\w.-]+:\d+")
 _GZIP = b"\x1f\x8b"
 
 BadLine = Callable[[int, str], None]
@@ -30,7 +32,8 @@ def read(path: str, bad: BadLine, seen: Callable[[int], None] = lambda _: None) 
         with _open(path) as lines:
             yield from _requests(lines, Path(path).suffix in (".txt", ".prompts"), bad, seen)
     except (OSError, EOFError) as error:
-        raise ConfigError(f"cannot read the log {path}: {getattr(error, 'strerror', None) or error}") from None
+        hint = f"; a running server is named http://{path}" if _ADDRESS.fullmatch(path) else ""
+        raise ConfigError(f"cannot read the log {path}: {getattr(error, 'strerror', None) or error}{hint}") from None
 
 
 def _open(path: str) -> IO[bytes]:
