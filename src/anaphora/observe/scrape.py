@@ -98,11 +98,14 @@ class Growth:
             start = earlier.get(labels, 0.0)
             yield dict(labels), value - start if value >= start else value
 
-    def mean(self, *histograms: str) -> float | None:
-        """Mean of the first histogram that is there; None also where nothing was observed."""
+    def mean(self, *histograms: str, **where: str) -> float | None:
+        """Mean of the first histogram that is there, of its series with the labels ``where``; None without samples."""
         name = next((name for name in histograms if self.after.has(f"{name}_count")), None)
-        count = self.total(f"{name}_count")
-        return (self.total(f"{name}_sum") or 0.0) / count if count else None
+        count, sum_ = (
+            math.fsum(value for labels, value in self.by_labels(f"{name}_{part}") if where.items() <= labels.items())
+            for part in ("count", "sum")
+        )
+        return sum_ / count if count else None
 
     def at_most(self, histogram: str) -> dict[float, float]:
         """Observations up to each bucket's bound, over all label sets."""

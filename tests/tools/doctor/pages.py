@@ -92,6 +92,8 @@ def sglang(requests: int, *, prompt: int = 1000, cached: int | None = 0) -> str:
         gauge("sglang:cache_hit_rate", 0.0, **labels),
         counter("sglang:prompt_tokens_total", requests * prompt, **labels),
         counter("sglang:num_requests_total", requests, **labels),
+        histogram("sglang:per_stage_req_latency_seconds", [0.3] * requests, TIMES, stage="prefill_forward", **labels),
+        histogram("sglang:per_stage_req_latency_seconds", [9.0] * requests, TIMES, stage="decode", **labels),
         histogram("sglang:queue_time_seconds", [0.02] * requests, TIMES, **labels),
         histogram("sglang:time_to_first_token_seconds", [0.4] * requests, TIMES, **labels),
         histogram("sglang:e2e_request_latency_seconds", [2.0] * requests, TIMES, **labels),

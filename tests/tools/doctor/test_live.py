@@ -158,7 +158,8 @@ def test_sglang() -> None:
     assert (data["cache"]["block_size"], data["cache"]["tokens"]) == (64, 50_000)
     assert data["sample"]["hit_rate"] == pytest.approx(0.6)
     assert data["sample"]["queue_s"] == pytest.approx(0.02)
-    assert data["sample"]["prefill_s"] is None
+    assert data["sample"]["prefill_s"] == pytest.approx(0.3)
+    assert data["sample"]["prefill_share"] == pytest.approx(0.15)
     assert data["sample"]["preemptions"] is None
     nothing = examined(pages.sglang(10, cached=None), engine="sglang", details=details | {"disable_radix_cache": True})
     assert nothing["since_start"]["hit_rate"] is None

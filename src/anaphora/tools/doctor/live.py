@@ -16,8 +16,8 @@ from anaphora.tools.doctor.server import Seen
 NAMES = {"anaphora": "Anaphora", "vllm": "vLLM", "sglang": "SGLang", "llamacpp": "llama.cpp"}
 
 _FINISHED = ("vllm:e2e_request_latency_seconds_count", "vllm:request_success_total", "sglang:num_requests_total")
+_PREFILL = "vllm:request_prefill_time_seconds"
 _TIMES = {
-    "prefill_s": ("vllm:request_prefill_time_seconds",),
     "queue_s": ("vllm:request_queue_time_seconds", "sglang:queue_time_seconds"),
     "ttft_s": ("vllm:time_to_first_token_seconds", "sglang:time_to_first_token_seconds"),
     "latency_s": ("vllm:e2e_request_latency_seconds", "sglang:e2e_request_latency_seconds"),
@@ -160,6 +160,7 @@ def _window(growth: Growth, block_size: int | None) -> dict[str, Any]:
     looked = hits(growth)
     requests = growth.total(*_FINISHED)
     means = {name: growth.mean(*histograms) for name, histograms in _TIMES.items()}
+    prefill = growth.mean(_PREFILL) or growth.mean("sglang:per_stage_req_latency_seconds", stage="prefill_forward")
     window = {
         "requests": None if requests is None else round(requests),
         "prompt_tokens": growth.total("vllm:prompt_tokens_total", "sglang:prompt_tokens_total"),
@@ -168,8 +169,9 @@ def _window(growth: Growth, block_size: int | None) -> dict[str, Any]:
         "found": looked.found if looked else None,
         "hit_rate": looked.rate if looked else None,
         "requests_hit": _requests_hit(growth, looked, requests, block_size),
+        "prefill_s": prefill,
+        "prefill_share": _prefill_share(growth, prefill, means["latency_s"]),
         **means,
-        "prefill_share": _prefill_share(growth),
         "mean_prompt": growth.mean("vllm:request_prompt_tokens", "sglang:prompt_tokens_histogram"),
         "preemptions": growth.total(*_PREEMPTIONS),
     }
@@ -180,14 +182,14 @@ def _window(growth: Growth, block_size: int | None) -> dict[str, Any]:
     return window
 
 
-def _prefill_share(growth: Growth) -> float | None:
+def _prefill_share(growth: Growth, prefill: float | None, latency: float | None) -> float | None:
     """Of the requests' whole latency; of llama.cpp, which tells no more, of its computing time."""
-    prefill = growth.total("vllm:request_prefill_time_seconds_sum", "llamacpp:prompt_seconds_total")
-    decode = growth.total("llamacpp:tokens_predicted_seconds_total")
-    whole = growth.total("vllm:e2e_request_latency_seconds_sum")
-    if whole is None and prefill is not None and decode is not None:
-        whole = prefill + decode
-    return prefill / whole if prefill is not None and whole else None
+    if prefill is not None and latency:
+        return prefill / latency
+    computing = growth.total("llamacpp:prompt_seconds_total")
+    decoding = growth.total("llamacpp:tokens_predicted_seconds_total")
+    both = (computing or 0.0) + (decoding or 0.0)
+    return computing / both if computing is not None and decoding is not None and both else None
 
 
 def _requests_hit(
