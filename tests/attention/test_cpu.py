@@ -210,12 +210,12 @@ def test_a_needle_at_the_edge_of_the_window(distance: int, seen: bool, length: i
 
 
 def test_long_runs_are_read_in_place_and_scattered_blocks_are_gathered() -> None:
-    world = World()
+    world = World(num_blocks=800)
     count = SEGMENT_TOKENS // 4
     # A run, backwards; then scattered blocks; the last one unfilled.
-    first = make_text(0, 4 * count + 22, 1, [*blocks(count, 100, -1), *blocks(6, 150, 7)])
-    second = make_text(1, 4 * count * 2 + 1, 1, [*blocks(count, 200), *blocks(count, 300), 390])
-    short = make_text(2, 5, 1, [395, 397])
+    first = make_text(0, 4 * count + 22, 1, [*blocks(count, 200, -1), *blocks(6, 210, 7)])
+    second = make_text(1, 4 * count * 2 + 1, 1, [*blocks(count, 300), *blocks(count, 430), 590])
+    short = make_text(2, 5, 1, [595, 597])
     texts = [first, short, second]
     for text in texts:
         world.fill(text)

@@ -1,4 +1,4 @@
-"""The compiled kernels against float64, at the borders of their tiles and segments, on one thread and on several."""
+"""The compiled kernels against float64, at the borders of key blocks and tasks, on one thread and on several."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from anaphora.attention import tiles
 from anaphora.attention.base import KVLayout, LayerOptions, QueryRange, StepLayout
 from anaphora.attention.cpu import CpuAttention
-from anaphora.attention.native import TILE, WRITE_ROWS
+from anaphora.attention.native import KEY_BLOCK, WRITE_ROWS
 from anaphora.attention.parts import SEGMENT_TOKENS
 from anaphora.attention.vectors import LANES
 
@@ -28,7 +29,7 @@ def threads(request: pytest.FixtureRequest) -> Iterator[int]:
     torch.set_num_threads(before)
 
 
-def poisoned(layout: KVLayout, blocks: int, dtype: torch.dtype = torch.float32) -> CpuAttention:
+def poisoned(layout: KVLayout, blocks: int, dtype: torch.dtype) -> CpuAttention:
     backend = CpuAttention([layout], blocks, BLOCK, dtype, torch.device("cpu"))
     backend.pools[0].fill_(torch.nan)
     return backend
@@ -36,13 +37,13 @@ def poisoned(layout: KVLayout, blocks: int, dtype: torch.dtype = torch.float32) 
 
 def decode(layout: KVLayout, tokens: list[Tensor], query: Tensor, options: LayerOptions) -> Tensor:
     """Each of ``tokens`` ``[N, W]`` is a row over every second block of a poisoned pool; ``[rows, H, Dv]``."""
-    backend = poisoned(layout, 2 + 2 * sum(len(x) // BLOCK + 1 for x in tokens))
+    backend = poisoned(layout, 2 + 2 * sum(len(x) // BLOCK + 1 for x in tokens), query.dtype)
     queries, slots, first = [], [], 1
     for row, known in enumerate(tokens):
         table = [first + 2 * i for i in range(len(known) // BLOCK + 1)]
         first = table[-1] + 2
         places = [table[p // BLOCK] * BLOCK + p % BLOCK for p in range(len(known))]
-        backend.pools[0][places[:-1]] = known[:-1].to(backend.pools[0].dtype)
+        backend.pools[0][places[:-1]] = known[:-1]
         queries.append(QueryRange(row, row, 1, len(known) - 1, table))
         slots.append(places[-1])
     backend.plan(StepLayout(torch.tensor(slots), tuple(queries)))
@@ -84,7 +85,7 @@ SHAPES = {
 }
 OPTIONS = {
     "plain": LayerOptions(scale=0.3),
-    "all": LayerOptions(scale=0.3, window=TILE + 3, softcap=3.0, sinks=torch.linspace(-1, 2, HEADS)),
+    "all": LayerOptions(scale=0.3, window=KEY_BLOCK + 3, softcap=3.0, sinks=torch.linspace(-1, 2, HEADS)),
 }
 
 
@@ -92,7 +93,7 @@ OPTIONS = {
 @pytest.mark.parametrize("layout", SHAPES.values(), ids=SHAPES)
 def test_every_shape_and_length(layout: KVLayout, options: LayerOptions, threads: int) -> None:
     torch.manual_seed(0)
-    lengths = [1, 2, BLOCK, BLOCK + 1, TILE - 1, TILE, TILE + 1, SEGMENT_TOKENS, SEGMENT_TOKENS + 1, 601]
+    lengths = [1, 2, BLOCK, BLOCK + 1, KEY_BLOCK - 1, KEY_BLOCK, KEY_BLOCK + 1, SEGMENT_TOKENS, SEGMENT_TOKENS + 1, 601]
     tokens = [torch.randn(length, layout.width) for length in lengths]
     query = torch.randn(HEADS, len(lengths), layout.key_size)
     found = decode(layout, tokens, query, options)
@@ -101,7 +102,27 @@ def test_every_shape_and_length(layout: KVLayout, options: LayerOptions, threads
         assert float(gap) < 1e-5, lengths[row]
 
 
-@pytest.mark.parametrize("needle", [0, 3, 4, TILE - 1, TILE, SEGMENT_TOKENS - 1, SEGMENT_TOKENS, 598, 599, 600])
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+@pytest.mark.parametrize("layout", SHAPES.values(), ids=SHAPES)
+def test_bfloat16_by_tiles_and_by_vectors(
+    layout: KVLayout, options: LayerOptions, threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.manual_seed(3)
+    lengths = [1, BLOCK + 1, 63, 64, 65, KEY_BLOCK, KEY_BLOCK + 1, SEGMENT_TOKENS + 1]
+    tokens = [torch.randn(length, layout.width).bfloat16() for length in lengths]
+    query = torch.randn(HEADS, len(lengths), layout.key_size).bfloat16()
+    for by_tiles in {tiles.AMX, False}:
+        monkeypatch.setattr(tiles, "AMX", by_tiles)
+        found = decode(layout, tokens, query, options)
+        for row, known in enumerate(tokens):
+            gap = (found[row] - exact(layout, known, query[:, row], options)).abs().max()
+            # Weights and output are rounded to 8 bits.
+            assert float(gap) < 2**-7 * float(known.abs().max()), (by_tiles, lengths[row])
+
+
+@pytest.mark.parametrize(
+    "needle", [0, 3, 4, KEY_BLOCK - 1, KEY_BLOCK, SEGMENT_TOKENS - 1, SEGMENT_TOKENS, 598, 599, 600]
+)
 def test_a_needle_is_found_wherever_it_is(needle: int) -> None:
     layout = SHAPES["four vectors"]
     torch.manual_seed(needle)

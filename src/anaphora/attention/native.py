@@ -1,8 +1,12 @@
-"""The compiled kernels of the CPU: rows that attend to their own keys in place, and the merge with what they share.
+"""The compiled kernels of attention on the CPU: all of a step's queries over the blocks of the pool, and new tokens.
 
-numba compiles them once and keeps the result beside this file, or in the user's cache folder. It notices a change of
-this file only: after one of ``vectors.py``, touch this file. A kernel is a C function that gets the address of one
-record. All threads call it at once; inside, they take items of work from a counter until none is left.
+An item of work is some rows of the batch, all the heads of theirs that share a KV head, over a range of keys: scores
+and sums have a column for each query, 16 columns to a matrix, and run down the keys in blocks. So a chunk of a prompt,
+rows that share a prefix and a row over its own keys are the same work. Items over parts of a row's keys are merged.
+
+numba compiles the kernels once and keeps the result beside this file, or in the user's cache folder. It notices a
+change of this file only: after one of ``vectors.py`` or ``tiles.py``, touch this file. A kernel is a C function that
+gets the address of one record. All threads call it at once; inside, they take items from a counter until none is left.
 """
 
 from __future__ import annotations
@@ -12,51 +16,63 @@ import math
 import numpy as np
 from numba import carray, cfunc, from_dtype, types
 
+from anaphora.attention.tiles import TILE_BYTES, close_tiles, multiply, multiply_vectors, open_tiles
 from anaphora.attention.vectors import (
     BFLOAT16,
     FLOAT32,
+    LANES,
     OPTIONS,
-    accumulate,
     add_scaled,
     atomic_add,
-    bfloat16,
-    dots,
-    exp,
+    cap,
+    convert,
+    convert_rows,
     float32,
-    from_float32,
+    hide,
     inline,
     int32,
     int64,
-    padded,
-    padded_size,
-    prefetch,
+    prefetch_rows,
     put_float32,
+    put_int32,
     put_int64,
-    put_uint16,
     put_zeros,
+    rescale_add,
     scale,
-    to_float32,
-    uint16,
+    softmax,
+    softmax_pairs,
+    transpose,
+    transpose_pairs,
 )
 
-TILE = 32
-"""Keys of which the scores are known at once; a multiple of 4."""
+KEY_BLOCK = 128
+"""Keys of which the scores are known at once; a multiple of 64."""
+
+APART = 576
+"""Bytes between areas that are used together, lest addresses that are equal but for their page wait for each other."""
 
 WRITE_ROWS = 32
 """New tokens that are written to the pool as one item of work."""
+
+TASK = ("first", "count", "table", "begin", "end", "base", "all_see_from", "all_see_to")
+"""Fields of a task: its rows in ``members``, the start of its block table, its keys, where its result goes (-1: it is
+all that its rows have, and goes to the output), and the keys that each of its rows sees."""
 
 ATTEND = np.dtype(
     [
         (name, np.int64)
         for name in (
-            "counters",  # items taken, threads come, then for each row the segments that are left
-            "segments",  # int32 [segments, 3]: row, first key, key behind the last
-            "num_segments",
-            "rows",  # int32 [rows, 6]: place in the batch, table's start, first segment and end, first share and end
+            "counters",  # items taken, threads come, then for each merged row the items that are left
+            "tasks",  # int32 [tasks, 8]: see TASK
+            "num_tasks",
+            "members",  # int32: rows of the batch
+            "lows",  # int32 [rows of the batch]: the first key that a row sees,
+            "ends",  # and the one behind the last
             "tables",  # int32: the block tables, one behind the other
-            "shares",  # int32 [shares, 2]: part, row in it
-            "parts",  # int64 [parts, 10]: see _merge
-            "part_kind",
+            "merged",  # int32 [rows of the batch]: which merged row it is
+            "merges",  # int32 [merged rows, 3]: row of the batch, first share and end
+            "shares",  # int32: a place in outs and logs
+            "tiles",  # 0, or the shape of the tile registers: products of bfloat16 go through them
             "block_size",
             "heads",
             "kv_heads",
@@ -71,10 +87,11 @@ ATTEND = np.dtype(
             "query_row",
             "query_kind",
             "out",  # [rows of the batch, heads, value_size], of the query's kind
-            "outs",  # float32 [segments, heads, value_size padded]
-            "logs",  # float32 [segments, heads]
+            "outs",  # float32 [shares, heads, value_size]
+            "logs",  # float32 [shares, heads]: log-sum-exp
             "scratch",
             "scratch_bytes",  # of one thread
+            "columns",  # of a task, at most; a multiple of 16
             "sinks",  # float32 [heads], or 0
         )
     ]
@@ -108,202 +125,261 @@ WRITE = np.dtype(
 )
 
 
-def scratch_bytes(key_size: int, value_size: int, heads: int) -> int:
-    """What one thread needs: where the tokens of two tiles are; a tile's keys, values and scores; queries; sums."""
-    key_size, value_size = padded(key_size), padded(value_size)
-    numbers = TILE * (key_size + value_size + 1) + heads * (key_size + 2) + value_size
-    return -(-(16 * TILE + 4 * numbers) // 64) * 64
-
-
-# --- Own keys ---
+@inline
+def padded_key(size):  # type: ignore[no-untyped-def]
+    return (size + 31) // 32 * 32
 
 
 @inline
-def _weights(scores, count, rows, softcap, largest):  # type: ignore[no-untyped-def]
-    """Scores to weights relative to the largest score, ``largest`` included; that and the sum of the weights."""
-    if softcap != 0.0:
-        for j in range(count):
-            put_float32(scores, j, np.float32(softcap * math.tanh(float32(scores, j) / softcap)))
-    for j in range(count):
-        score = float32(scores, j)
-        largest = score if score > largest else largest
-    for j in range(count, rows):
-        put_float32(scores, j, np.float32(-np.inf))
-    total = np.float32(0.0)
-    for j in range(rows):
-        weight = exp(float32(scores, j) - largest)
-        put_float32(scores, j, weight)
-        total += weight
-    return largest, total
+def padded_value(size):  # type: ignore[no-untyped-def]
+    return (size + 63) // 64 * 64
 
 
 @inline
-def _tile(a, kv_head, count, rows, starts, keys, values):  # type: ignore[no-untyped-def]
-    """Bring one head's ``count`` keys and values to float32, side by side, and zeros to what is left of ``rows``."""
-    key_size, value_size = padded_size(a.key_size), padded_size(a.value_size)
-    for j in range(count):
-        start = int64(starts, j)
-        to_float32(a.pool, start + kv_head * a.key_size, a.pool_kind, keys, j * key_size, a.key_size)
-        put_zeros(keys, j * key_size + a.key_size, (j + 1) * key_size)
-        at = start + a.value_offset + kv_head * a.value_size
-        to_float32(a.pool, at, a.pool_kind, values, j * value_size, a.value_size)
-        put_zeros(values, j * value_size + a.value_size, (j + 1) * value_size)
-    put_zeros(keys, count * key_size, rows * key_size)
-    put_zeros(values, count * value_size, rows * value_size)
+def areas(key_size, value_size, columns):  # type: ignore[no-untyped-def]
+    """Where in a thread's scratch is what: offsets in bytes, the last of them its size. See ``_task``."""
+    key, value = 4 * padded_key(key_size), 4 * padded_value(value_size)
+    keys = 64  # behind the shape that the tiles had before
+    values = keys + KEY_BLOCK * key + APART
+    turned = values + KEY_BLOCK * value + APART  # values, columns as rows
+    scores = turned + KEY_BLOCK * value // 2 + APART
+    weights = scores + 4 * KEY_BLOCK * LANES + APART
+    rows = weights + 4 * KEY_BLOCK * LANES + APART  # 16 queries or sums of values, to be made columns or made from them
+    queries = rows + LANES * max(key, value)
+    sums = queries + columns * key  # of values
+    states = sums + columns * value  # six numbers of a column: largest, total, rescale, low, end, row
+    return keys, values, turned, scores, weights, rows, queries, sums, states, states + 24 * columns
+
+
+# --- One item ---------------------------------------------------------------------------------------------------------
 
 
 @inline
-def _starts(a, table, first, count, starts):  # type: ignore[no-untyped-def]
-    """Where in the pool the tokens of ``count`` positions from ``first`` on start, in elements."""
-    index = first // a.block_size
-    within = first - index * a.block_size
-    slot = np.int64(0)
-    for j in range(count):
-        if j == 0 or within == a.block_size:
-            within = within if j == 0 else 0
-            slot = int32(a.tables, table + index) * a.block_size + within
-            index += 1
-        put_int64(starts, j, slot * a.width)
-        slot += 1
-        within += 1
+def _run(a, table, position, end):  # type: ignore[no-untyped-def]
+    """Where the token at ``position`` starts in the pool, in bytes; how many up to ``end`` follow it there."""
+    index = position // a.block_size
+    within = position - index * a.block_size
+    slot = int32(a.tables, table + index) * a.block_size + within
+    return a.pool + slot * a.width * (2 if a.pool_kind == BFLOAT16 else 4), min(a.block_size - within, end - position)
 
 
 @inline
-def _segment(a, index, scratch):  # type: ignore[no-untyped-def]
-    """All heads of one row over some of its keys, tile by tile: the mean of the values, and the log-sum-exp."""
-    row = int32(a.segments, 3 * index)
-    begin, end = int32(a.segments, 3 * index + 1), int32(a.segments, 3 * index + 2)
-    key_size, value_size = padded_size(a.key_size), padded_size(a.value_size)
-    keys = scratch + 16 * TILE
-    values = keys + 4 * TILE * key_size
-    scores = values + 4 * TILE * value_size
-    queries = scores + 4 * TILE
-    largests = queries + 4 * a.heads * key_size
-    sums = largests + 4 * a.heads
-    means = a.outs + 4 * index * a.heads * value_size
-    place, group = int32(a.rows, 6 * row), a.heads // a.kv_heads
-    put_zeros(queries, 0, a.heads * key_size)
-    for head in range(a.heads):
-        offset = head * a.query_head + place * a.query_row
-        to_float32(a.query, offset, a.query_kind, queries, head * key_size, a.key_size)
-        put_float32(largests, head, np.float32(-np.inf))
-        put_float32(sums, head, np.float32(0.0))
-    scale(queries, a.heads * key_size, np.float32(a.scale))
-    put_zeros(means, 0, a.heads * value_size)
-    table = int32(a.rows, 6 * row + 1)
+def _prefetch(a, table, first, count, kv_head):  # type: ignore[no-untyped-def]
+    """Ask for keys and values of a head that will be read soon."""
     number_bytes = 2 if a.pool_kind == BFLOAT16 else 4
-    _starts(a, table, begin, min(TILE, end - begin), scratch)
-    for first in range(begin, end, TILE):
-        count, turn = min(TILE, end - first), (first - begin) // TILE % 2
-        rows = (count + 3) // 4 * 4
-        starts, coming = scratch + 8 * TILE * turn, scratch + 8 * TILE * (1 - turn)
-        following = min(TILE, end - first - count)
-        _starts(a, table, first + count, following, coming)
-        for j in range(following):
-            token = a.pool + int64(coming, j) * number_bytes
-            for line in range(0, a.width * number_bytes, 64):
-                prefetch(token + line)
-        for kv_head in range(a.kv_heads):
-            _tile(a, kv_head, count, rows, starts, keys, values)
-            for head in range(kv_head * group, (kv_head + 1) * group):
-                for j in range(0, rows, 4):
-                    dots(queries + 4 * head * key_size, keys + 4 * j * key_size, key_size, scores + 4 * j)
-                before, mean = float32(largests, head), means + 4 * head * value_size
-                largest, total = _weights(scores, count, rows, a.softcap, before)
-                if largest != before:
-                    factor = exp(before - largest)
-                    scale(mean, value_size, factor)
-                    put_float32(largests, head, largest)
-                    put_float32(sums, head, float32(sums, head) * factor)
-                put_float32(sums, head, float32(sums, head) + total)
-                accumulate(scores, values, value_size, rows, mean)
-    for head in range(a.heads):
-        total = float32(sums, head)
-        put_float32(a.logs, index * a.heads + head, float32(largests, head) + np.float32(math.log(total)))
-        scale(means + 4 * head * value_size, value_size, np.float32(1.0) / total)
+    key, value = kv_head * a.key_size * number_bytes, (a.value_offset + kv_head * a.value_size) * number_bytes
+    position = first
+    while position < first + count:
+        token, run = _run(a, table, position, first + count)
+        prefetch_rows(token + key, a.width * number_bytes, run, a.key_size * number_bytes)
+        prefetch_rows(token + value, a.width * number_bytes, run, a.value_size * number_bytes)
+        position += run
+
+
+@inline
+def _gather(a, kind, table, first, count, rows, kv_head, keys, values):  # type: ignore[no-untyped-def]
+    """Bring ``count`` keys and values of a head side by side, and zeros to what is left of ``rows`` and of a row."""
+    key_size, value_size = padded_key(a.key_size), padded_value(a.value_size)
+    number_bytes, bytes_here = 2 if a.pool_kind == BFLOAT16 else 4, 2 if kind == BFLOAT16 else 4
+    key, value = kv_head * a.key_size * number_bytes, (a.value_offset + kv_head * a.value_size) * number_bytes
+    key_step, value_step = bytes_here * key_size, bytes_here * value_size
+    pool_step, done = a.width * number_bytes, np.int64(0)
+    if key_size != a.key_size:
+        put_zeros(keys, 0, rows * key_size, kind)
+    if value_size != a.value_size:
+        put_zeros(values, 0, rows * value_size, kind)
+    while done < count:
+        token, run = _run(a, table, first + done, first + count)
+        at = keys + done * key_step
+        convert_rows(token + key, pool_step, a.pool_kind, at, key_step, kind, run, a.key_size)
+        at = values + done * value_step
+        convert_rows(token + value, pool_step, a.pool_kind, at, value_step, kind, run, a.value_size)
+        done += run
+    put_zeros(keys, count * key_size, rows * key_size, kind)
+    put_zeros(values, count * value_size, rows * value_size, kind)
+
+
+@inline
+def _columns(a, kind, task, kv_head, columns, scratch):  # type: ignore[no-untyped-def]
+    """The queries of a task as columns, head by head, and what each column starts with."""
+    _, _, _, _, _, row_area, query_area, _, state_area, _ = areas(a.key_size, a.value_size, a.columns)
+    rows, queries = scratch + row_area, scratch + query_area
+    size, group = padded_key(a.key_size), a.heads // a.kv_heads
+    words = size // 2 if kind == BFLOAT16 else size
+    first, count = int32(task, 0), int32(task, 1)
+    used = count * group
+    for start in range(0, columns, LANES):
+        state = scratch + state_area + 24 * start
+        put_zeros(rows, 0, LANES * words, FLOAT32)
+        for lane in range(LANES):
+            column = start + lane
+            row, low, end = np.int64(0), np.int64(0), np.int64(0)
+            if column < used:
+                member = column % count
+                row = int32(a.members, first + member)
+                low, end = int32(a.lows, row), min(int32(a.ends, row), int32(task, 4))
+                head = kv_head * group + column // count
+                offset = head * a.query_head + row * a.query_row
+                convert(a.query, offset, a.query_kind, rows, lane * size, kind, a.key_size)
+            put_float32(state, lane, np.float32(-1e30))
+            put_float32(state, LANES + lane, np.float32(0.0))
+            put_int32(state, 3 * LANES + lane, np.int32(low))
+            put_int32(state, 4 * LANES + lane, np.int32(end))
+            put_int32(state, 5 * LANES + lane, np.int32(row))
+        for word in range(0, words, LANES):
+            transpose(rows + 4 * word, words, queries + 4 * (start * words + word * LANES), LANES)
+
+
+@inline
+def _block(a, kind, start, first, rows, masked, fresh, scratch):  # type: ignore[no-untyped-def]
+    """16 columns from ``start`` on over a block of keys: ``rows`` of them, a multiple of 64, from ``first`` on."""
+    key_area, value_area, turned_area, score_area, weight_area, _, query_area, sum_area, state_area, _ = areas(
+        a.key_size, a.value_size, a.columns
+    )
+    keys, values, turned = scratch + key_area, scratch + value_area, scratch + turned_area
+    scores, weights = scratch + score_area, scratch + weight_area
+    key_size, value_size = padded_key(a.key_size), padded_value(a.value_size)
+    sums, state = scratch + sum_area + 4 * start * value_size, scratch + state_area + 24 * start
+    if kind == BFLOAT16:
+        queries = scratch + query_area + 2 * start * key_size
+        for row in range(0, rows, 64):
+            at = keys + 2 * row * key_size
+            target = scores + 4 * LANES * row
+            multiply(at, 2 * key_size, 32 * key_size, 64, queries, target, key_size // 32)
+    else:
+        queries = scratch + query_area + 4 * start * key_size
+        multiply_vectors(keys, key_size, 1, queries, scores, rows, a.key_size)
+    factor = a.scale
+    if a.softcap != 0.0:
+        cap(scores, rows, np.float32(a.scale / a.softcap))
+        factor = a.softcap
+    if masked:
+        hide(scores, rows, first, state + 3 * 4 * LANES, state + 4 * 4 * LANES)
+    total, rescale = state + 4 * LANES, state + 2 * 4 * LANES
+    if kind == BFLOAT16:
+        softmax_pairs(scores, rows, np.float32(factor / math.log(2.0)), state, total, rescale, weights)
+    else:
+        softmax(scores, rows, np.float32(factor / math.log(2.0)), state, total, rescale, weights)
+    # Through the scores' area: a tile that is loaded from what vectors have just stored would wait for it.
+    tile = KEY_BLOCK // 32 * TILE_BYTES
+    for column in range(0, value_size, 64):
+        target = sums + 4 * LANES * column
+        found = target if fresh else scores
+        if kind == BFLOAT16:
+            multiply(turned + column // 16 * tile, 64, tile, TILE_BYTES, weights, found, rows // 32)
+        else:
+            multiply_vectors(values + 4 * column, 1, value_size, weights, found, 64, rows)
+        if not fresh:
+            rescale_add(target, found, 64, rescale)
+
+
+@inline
+def _finish(a, task, kv_head, columns, scratch):  # type: ignore[no-untyped-def]
+    """From sums to means: to the output if there is nothing to merge them with, or to their share."""
+    _, _, _, _, _, row_area, _, sum_area, state_area, _ = areas(a.key_size, a.value_size, a.columns)
+    rows, size, group = scratch + row_area, padded_value(a.value_size), a.heads // a.kv_heads
+    count, base = int32(task, 1), int32(task, 5)
+    used = count * group
+    for start in range(0, columns, LANES):
+        state = scratch + state_area + 24 * start
+        sums = scratch + sum_area + 4 * start * size
+        for word in range(0, size, LANES):
+            transpose(sums + 4 * word * LANES, LANES, rows + 4 * word, size)
+        for lane in range(min(LANES, used - start)):
+            column = start + lane
+            head = kv_head * group + column // count
+            total = float32(state, LANES + lane)
+            log = np.float32(float32(state, lane) * np.float32(math.log(2.0)))
+            log = np.float32(log + math.log(total)) if total > 0 else np.float32(-np.inf)
+            factor = np.float32(1.0) / total if total > 0 else np.float32(0.0)
+            mean = rows + 4 * lane * size
+            if base < 0 and a.sinks:
+                factor = factor * np.float32(1.0 / (1.0 + math.exp(float32(a.sinks, head) - log)))
+            scale(mean, a.value_size, factor)
+            if base < 0:
+                place = int32(state, 5 * LANES + lane) * a.heads + head
+                convert(mean, 0, FLOAT32, a.out, place * a.value_size, a.query_kind, a.value_size)
+            else:
+                place = (base + column % count) * a.heads + head
+                convert(mean, 0, FLOAT32, a.outs, place * a.value_size, FLOAT32, a.value_size)
+                put_float32(a.logs, place, log)
+
+
+@inline
+def _task(a, task, kv_head, scratch):  # type: ignore[no-untyped-def]
+    kind = BFLOAT16 if a.tiles else FLOAT32
+    key_area, value_area, turned_area, _, _, _, _, _, _, _ = areas(a.key_size, a.value_size, a.columns)
+    keys, values, turned = scratch + key_area, scratch + value_area, scratch + turned_area
+    table, begin, end = int32(task, 2), int32(task, 3), int32(task, 4)
+    all_from, all_to = int32(task, 6), int32(task, 7)
+    columns = (int32(task, 1) * (a.heads // a.kv_heads) + LANES - 1) // LANES * LANES
+    value_size = padded_value(a.value_size)
+    _prefetch(a, table, begin, min(KEY_BLOCK, end - begin), kv_head)
+    _columns(a, kind, task, kv_head, columns, scratch)
+    for first in range(begin, end, KEY_BLOCK):
+        count = min(KEY_BLOCK, end - first)
+        rows = (count + 63) // 64 * 64
+        _gather(a, kind, table, first, count, rows, kv_head, keys, values)
+        _prefetch(a, table, first + count, min(KEY_BLOCK, end - first - count), kv_head)
+        if kind == BFLOAT16:
+            for column in range(0, value_size, LANES):
+                for row in range(0, rows, 32):
+                    target = turned + (column // LANES * (KEY_BLOCK // 32) + row // 32) * TILE_BYTES
+                    transpose_pairs(values + 2 * (row * value_size + column), value_size, target)
+        masked = first < all_from or first + rows > all_to
+        for start in range(0, columns, LANES):
+            _block(a, kind, start, first, rows, masked, first == begin, scratch)
+    _finish(a, task, kv_head, columns, scratch)
 
 
 # --- The merge --------------------------------------------------------------------------------------------------------
 
 
 @inline
-def _share(a, share, head):  # type: ignore[no-untyped-def]
-    """Where a row's share of a part is: the address of the part's fields, the offsets of its output and its log."""
-    part = a.parts + 8 * 10 * int32(a.shares, 2 * share)
-    group = a.heads // a.kv_heads
-    row = head % group * int64(part, 3) + int32(a.shares, 2 * share + 1)
-    out = head // group * int64(part, 5) + row * int64(part, 6)
-    log = head // group * int64(part, 8) + row * int64(part, 9)
-    return part, out, log
-
-
-@inline
-def _merge(a, row, total):  # type: ignore[no-untyped-def]
-    """One softmax over a row's segments, its shares and the sink, for all heads, to the output; ``total`` is scratch.
-
-    The fields of a part: out, log, pieces, rows; strides of the output by piece, head and row; of the logs likewise.
-    """
-    place = int32(a.rows, 6 * row)
-    first, last = int32(a.rows, 6 * row + 2), int32(a.rows, 6 * row + 3)
-    first_share, last_share = int32(a.rows, 6 * row + 4), int32(a.rows, 6 * row + 5)
+def _merge(a, merge, total):  # type: ignore[no-untyped-def]
+    """One softmax over a row's shares and the sink, for all heads, to the output; ``total`` is scratch."""
+    row, first, last = int32(a.merges, 3 * merge), int32(a.merges, 3 * merge + 1), int32(a.merges, 3 * merge + 2)
     for head in range(a.heads):
         largest = float32(a.sinks, head) if a.sinks else np.float32(-np.inf)
-        for segment in range(first, last):
-            largest = max(largest, float32(a.logs, segment * a.heads + head))
-        for share in range(first_share, last_share):
-            part, _, log = _share(a, share, head)
-            for piece in range(int64(part, 2)):
-                largest = max(largest, float32(int64(part, 1), piece * int64(part, 7) + log))
+        for share in range(first, last):
+            largest = max(largest, float32(a.logs, int32(a.shares, share) * a.heads + head))
         weights = np.float32(math.exp(float32(a.sinks, head) - largest)) if a.sinks else np.float32(0.0)
-        put_zeros(total, 0, a.value_size)
-        for segment in range(first, last):
-            weight = np.float32(math.exp(float32(a.logs, segment * a.heads + head) - largest))
+        put_zeros(total, 0, a.value_size, FLOAT32)
+        for share in range(first, last):
+            place = int32(a.shares, share) * a.heads + head
+            weight = np.float32(math.exp(float32(a.logs, place) - largest))
             weights += weight
             if weight > 0:
-                add_scaled(
-                    a.outs, (segment * a.heads + head) * padded_size(a.value_size), FLOAT32, weight, total, a.value_size
-                )
-        for share in range(first_share, last_share):
-            part, out, log = _share(a, share, head)
-            for piece in range(int64(part, 2)):
-                weight = np.float32(math.exp(float32(int64(part, 1), piece * int64(part, 7) + log) - largest))
-                weights += weight
-                if weight > 0:
-                    at = piece * int64(part, 4) + out
-                    add_scaled(int64(part, 0), at, a.part_kind, weight, total, a.value_size)
+                add_scaled(a.outs, place * a.value_size, weight, total, a.value_size)
         scale(total, a.value_size, np.float32(1.0) / weights)
-        from_float32(total, 0, a.out, (place * a.heads + head) * a.value_size, a.query_kind, a.value_size)
+        convert(total, 0, FLOAT32, a.out, (row * a.heads + head) * a.value_size, a.query_kind, a.value_size)
 
 
 # --- The kernels ------------------------------------------------------------------------------------------------------
 
 
 @cfunc(types.void(types.CPointer(from_dtype(ATTEND))), cache=True, **OPTIONS)
-def attend_own(pointer):  # type: ignore[no-untyped-def]
-    """Segments in any order; who ends a row's last segment merges the row."""
+def attend(pointer):  # type: ignore[no-untyped-def]
+    """Tasks in order, head by head; who ends the last share of a row merges the row."""
     a = carray(pointer, 1)[0]
     scratch = a.scratch + a.scratch_bytes * atomic_add(a.counters, 1, 1)
+    if a.tiles:
+        open_tiles(a.tiles, scratch)
     while True:
-        segment = atomic_add(a.counters, 0, 1)
-        if segment >= a.num_segments:
+        item = atomic_add(a.counters, 0, 1)
+        if item >= a.num_tasks * a.kv_heads:
             break
-        _segment(a, segment, scratch)
-        row = int32(a.segments, 3 * segment)
-        if atomic_add(a.counters, 2 + row, -1) == 1:
-            put_int64(a.counters, 2 + row, int32(a.rows, 6 * row + 3) - int32(a.rows, 6 * row + 2))
-            _merge(a, row, scratch + a.scratch_bytes - 4 * (a.value_size))
-
-
-@inline
-def _copy(source, offset, kind, target, a, count):  # type: ignore[no-untyped-def]
-    if kind == BFLOAT16 and a.pool_kind == BFLOAT16:
-        for i in range(count):
-            put_uint16(a.pool, target + i, uint16(source, offset + i))
-    elif kind == BFLOAT16:
-        for i in range(count):
-            put_float32(a.pool, target + i, bfloat16(source, offset + i))
-    else:
-        from_float32(source, offset, a.pool, target, a.pool_kind, count)
+        task = a.tasks + 32 * (item // a.kv_heads)
+        _task(a, task, item % a.kv_heads, scratch)
+        if int32(task, 5) >= 0:
+            for member in range(int32(task, 1)):
+                merge = int32(a.merged, int32(a.members, int32(task, 0) + member))
+                if atomic_add(a.counters, 2 + merge, -1) == 1:
+                    shares = int32(a.merges, 3 * merge + 2) - int32(a.merges, 3 * merge + 1)
+                    put_int64(a.counters, 2 + merge, shares * a.kv_heads)
+                    _merge(a, merge, scratch + 64)
+    if a.tiles:
+        close_tiles(scratch)
 
 
 @cfunc(types.void(types.CPointer(from_dtype(WRITE))), cache=True, **OPTIONS)
@@ -317,9 +393,10 @@ def write_rows(pointer):  # type: ignore[no-untyped-def]
         for row in range(first, min(first + WRITE_ROWS, a.num_rows)):
             slot = int64(a.slots, row) * a.width
             for head in range(a.heads):
-                _copy(a.key, head * a.key_head + row * a.key_row, a.kind, slot + head * a.key_size, a, a.key_size)
+                at = head * a.key_head + row * a.key_row
+                convert(a.key, at, a.kind, a.pool, slot + head * a.key_size, a.pool_kind, a.key_size)
             slot += a.heads * a.key_size
             if a.value_size:
                 for head in range(a.heads):
                     at = head * a.value_head + row * a.value_row
-                    _copy(a.value, at, a.kind, slot + head * a.value_size, a, a.value_size)
+                    convert(a.value, at, a.kind, a.pool, slot + head * a.value_size, a.pool_kind, a.value_size)

@@ -1,148 +1,140 @@
-"""Which keys the decode rows of a step attend to together and which each alone: the plan of the CPU backend.
+"""What a step's rows attend to, as tasks for the compiled kernel: the plan of the CPU backend.
 
-Keys carry their positions already, so the order in which they are read means nothing::
+A task is rows over a range of keys that they all read from one block table. Keys carry their positions already, so the
+order in which they are read means nothing, and a row's keys may be spread over several tasks::
 
-    row 0  ├──────── part 0 ────────┤├─ part 1 ─┤├ segment ┤
-    row 1  ├──────── part 0 ────────┤├─ part 1 ─┤├─ segment ─┤├ segment ┤
-    row 2  ├──────── part 0 ────────┤├─ segment ─┤
+    row 0     ├──────── shared, two tasks ────────┤├─ shared by 0 and 1 ─┤├ own ┤
+    row 1     ├──────── of three rows ────────────┤├─────────────────────┤├─ own, two tasks ─┤
+    row 2     ├───────────────────────────────────┤├ own ┤
+    rows 3 …  a chunk: some rows a task, each over the keys before it
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from anaphora.attention.base import QueryRange, StepLayout
-from anaphora.types import PrefixGroup
 
-SEGMENT_TOKENS = 256
-"""Own keys of a row that one thread goes through; more are cut."""
+SEGMENT_TOKENS = 512
+"""Keys of a task of decode rows; more are cut, so that several threads share the work."""
 
+CHUNK_ROWS = 128
+"""Rows of a chunk that go over the keys together, at most."""
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Stretch:
-    """Block ids to read: neighbours in the pool (``first`` to ``first + count - 1``) or any (``index`` ``[count]``)."""
-
-    first: int
-    count: int
-    index: Tensor | None = None
-
-    @classmethod
-    def of(cls, blocks: Sequence[int]) -> Stretch:
-        """``blocks`` is not empty."""
-        first, count = blocks[0], len(blocks)
-        if blocks[-1] - first == count - 1 and all(b - a == 1 for a, b in pairwise(blocks)):
-            return cls(first, count)
-        return cls(first, count, torch.tensor(blocks))
-
-    def read(self, pool: Tensor, block_size: int) -> Tensor:
-        """The blocks' tokens ``[count · block_size, W]`` of the pool ``[S, W]``: a view where they are neighbours."""
-        if self.index is None:
-            return pool[self.first * block_size : (self.first + self.count) * block_size]
-        return pool.view(-1, block_size * pool.shape[1]).index_select(0, self.index).view(-1, pool.shape[1])
+Ints = NDArray[np.int32]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Part:
-    """Rows (their places in the batch; None: all of the batch) that attend to the same full blocks.
+class Plan:
+    """The arrays of the kernel ``attend``, as told there. ``rows`` is how many rows the largest task has."""
 
-    ``mask`` ``[rows, tokens]`` is added to the scores (-inf where a row may not look), ``blind`` ``[rows]`` is True for
-    rows that see nothing of it.
-    """
+    tasks: Ints
+    members: Ints
+    lows: Ints
+    ends: Ints
+    tables: Ints
+    merged: Ints
+    merges: Ints
+    shares: Ints
+    rows: int
 
-    rows: Tensor | None
-    keys: Stretch
-    mask: Tensor | None = None
-    blind: Tensor | None = None
 
-
-@dataclass(frozen=True, slots=True, eq=False)
-class DecodePlan:
-    """All that a step's decode rows attend to: shared ``parts``, and int32 arrays for the kernel ``attend_own``.
-
-    ``segments`` ``[N, 3]``: row, its first key, the key behind its last. ``rows`` ``[R, 6]``: place in the batch, start
-    of its table in ``tables``, its range of segments, its range of shares. ``shares`` ``[S, 2]``: part, row in it.
-    """
-
-    parts: tuple[Part, ...]
-    segments: NDArray[np.int32]
-    rows: NDArray[np.int32]
-    tables: NDArray[np.int32]
-    shares: NDArray[np.int32]
+def make_plan(layout: StepLayout, block_size: int, window: int | None, chunk_rows: int = CHUNK_ROWS) -> Plan:
+    """All tasks of a step, for layers with this window; chunks are cut into ``chunk_rows`` rows."""
+    return _Planner(layout, block_size, window).plan(chunk_rows)
 
 
 class _Planner:
-    def __init__(self, queries: Sequence[QueryRange], block_size: int, window: int | None, dtype: torch.dtype) -> None:
-        self.dtype = dtype
-        self.queries = queries
+    def __init__(self, layout: StepLayout, block_size: int, window: int | None) -> None:
+        self.layout = layout
         self.block_size = block_size
-        self.ends = [q.start + 1 for q in queries]
-        self.lows = [max(0, end - window) if window else 0 for end in self.ends]
-        self.shared = [0] * len(queries)  # blocks of each row that a group covers
-        self.shares: list[list[tuple[int, int]]] = [[] for _ in queries]
-        self.parts: list[Part] = []
+        self.lows = np.zeros(len(layout.slot_mapping), np.int32)
+        self.ends = np.zeros(len(layout.slot_mapping), np.int32)
+        for query in layout.queries:
+            span = slice(query.row, query.row + query.length)
+            self.ends[span] = np.arange(query.start + 1, query.start + query.length + 1, dtype=np.int32)
+        if window is not None:
+            self.lows[:] = np.maximum(self.ends - window, 0)
+        self.tables: list[int] = []
+        self.members: list[int] = []
+        self.tasks: list[tuple[int, ...]] = []
+        self.shares: dict[int, list[int]] = {}  # of each row that has several tasks
+        self.num_shares = 0
 
-    def group(self, group: PrefixGroup, members: list[int], whole: bool) -> None:
-        """The group's blocks for its rows, from the first that any window reaches; ``whole``: they are the batch."""
-        size = self.block_size
-        for row in members:
-            self.shared[row] = group.last
-        first = max(group.first, min(self.lows[row] for row in members) // size)
-        if first >= group.last:
-            return
-        mask = blind = None
-        if any(self.lows[row] > first * size for row in members):
-            lows = torch.tensor([self.lows[row] for row in members])
-            seen = torch.arange(first * size, group.last * size) >= lows[:, None]
-            mask, blind = additive(seen, self.dtype), ~seen.any(1)
-        for index, row in enumerate(members):
-            self.shares[row].append((len(self.parts), index))
-        places = None if whole else torch.tensor([self.queries[row].row for row in members])
-        keys = Stretch.of(self.queries[members[0]].blocks[first : group.last])
-        self.parts.append(Part(places, keys, mask, blind))
-
-    def finish(self) -> DecodePlan:
-        """What the rows have alone, cut into segments."""
-        rows, segments, tables, start, shares = [], [], [], 0, 0
-        for row, query in enumerate(self.queries):
-            end, blocks = self.ends[row], -(-self.ends[row] // self.block_size)
-            begin = max(self.lows[row], self.shared[row] * self.block_size)
-            cuts = [*range(begin, end, SEGMENT_TOKENS), end]
-            own = (len(segments), len(segments) + len(cuts) - 1)
-            rows.append((query.row, start, *own, shares, shares + len(self.shares[row])))
-            segments += [(row, a, b) for a, b in pairwise(cuts)]
-            tables.append(np.array(query.blocks, np.int32)[:blocks])
-            start += blocks
-            shares += len(self.shares[row])
-        return DecodePlan(
-            tuple(self.parts),
-            np.array(segments, np.int32),
-            np.array(rows, np.int32),
-            np.concatenate(tables),
-            np.array([share for row in self.shares for share in row], np.int32),
+    def plan(self, chunk_rows: int) -> Plan:
+        rows = {query.slot: query for query in self.layout.queries if query.length == 1}
+        shared = dict.fromkeys(rows, 0)  # keys of each row that groups cover
+        for group in self.layout.groups:
+            members = [rows[slot] for slot in group.slots if slot in rows]
+            self._group(members, group.first * self.block_size, group.last * self.block_size)
+            shared |= {query.slot: max(shared[query.slot], group.last * self.block_size) for query in members}
+        for query in rows.values():
+            self._own(query, shared[query.slot])
+        for query in self.layout.queries:
+            if query.length > 1:
+                self._chunk(query, chunk_rows)
+        merged, merges, shares = np.zeros(len(self.ends), np.int32), [], []
+        for index, (row, places) in enumerate(self.shares.items()):
+            merged[row] = index
+            merges.append((row, len(shares), len(shares) + len(places)))
+            shares += places
+        return Plan(
+            np.array(self.tasks, np.int32),
+            np.array(self.members, np.int32),
+            self.lows,
+            self.ends,
+            np.array(self.tables, np.int32),
+            merged,
+            np.array(merges, np.int32),
+            np.array(shares, np.int32),
+            max((task[1] for task in self.tasks), default=0),
         )
 
+    def _table(self, query: QueryRange, end: int) -> int:
+        """Where the blocks of keys 0 to ``end - 1`` start in ``tables``."""
+        start = len(self.tables)
+        self.tables += query.blocks[: -(-end // self.block_size)]
+        return start
 
-def plan_decode(layout: StepLayout, block_size: int, window: int | None, dtype: torch.dtype) -> DecodePlan:
-    """Plan the queries of length 1, of which there is one at least; ``dtype`` is that of the scores' masks.
+    def _task(self, rows: Sequence[int], table: int, begin: int, end: int, share: bool) -> None:
+        base = -1
+        if share:
+            base, self.num_shares = self.num_shares, self.num_shares + len(rows)
+            for index, row in enumerate(rows):
+                self.shares.setdefault(row, []).append(base + index)
+        places = list(rows)
+        all_from, all_to = int(self.lows[places].max()), int(self.ends[places].min())
+        self.tasks.append((len(self.members), len(rows), table, begin, end, base, all_from, min(all_to, end)))
+        self.members += rows
 
-    A group never reaches a row's last block, so every row has keys of its own.
-    """
-    queries = [query for query in layout.queries if query.length == 1]
-    places = {query.slot: row for row, query in enumerate(queries)}
-    planner = _Planner(queries, block_size, window, dtype)
-    for group in sorted(layout.groups, key=lambda g: g.first):
-        if members := sorted(places[slot] for slot in group.slots if slot in places):
-            planner.group(group, members, len(members) == len(layout.slot_mapping))
-    return planner.finish()
+    def _group(self, members: Sequence[QueryRange], begin: int, end: int) -> None:
+        """Keys ``begin`` to ``end - 1`` for rows that share them, from the first block that any window reaches."""
+        rows = [query.row for query in members]
+        lowest = min((int(self.lows[row]) for row in rows), default=end)
+        begin = max(begin, lowest // self.block_size * self.block_size)
+        if begin < end:
+            table = self._table(members[0], end)
+            for first in range(begin, end, SEGMENT_TOKENS):
+                self._task(rows, table, first, min(first + SEGMENT_TOKENS, end), share=True)
 
+    def _own(self, query: QueryRange, shared: int) -> None:
+        """What a row has alone, behind the keys that it shares."""
+        row, end = query.row, query.start + 1
+        begin = max(int(self.lows[row]), shared)
+        if begin < end:
+            table = self._table(query, end)
+            share = row in self.shares or end - begin > SEGMENT_TOKENS
+            for first in range(begin, end, SEGMENT_TOKENS):
+                self._task([row], table, first, min(first + SEGMENT_TOKENS, end), share)
 
-def additive(seen: Tensor, dtype: torch.dtype) -> Tensor:
-    """0 where ``seen``, -inf elsewhere."""
-    return torch.zeros(seen.shape, dtype=dtype).masked_fill_(~seen, -torch.inf)
+    def _chunk(self, query: QueryRange, chunk_rows: int) -> None:
+        """The last rows first: they have most to do."""
+        last = query.row + query.length
+        table = self._table(query, query.start + query.length)
+        for first in reversed(range(query.row, last, chunk_rows)):
+            rows = range(first, min(first + chunk_rows, last))
+            self._task(rows, table, int(self.lows[first]), int(self.ends[rows[-1]]), share=False)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -11,11 +10,11 @@ from torch import Tensor
 
 from anaphora.attention import openmp
 from anaphora.attention.base import KVLayout, LayerOptions
-from anaphora.attention.parts import DecodePlan
+from anaphora.attention.parts import Plan
 from anaphora.errors import ModelError
 
 try:
-    from anaphora.attention import native, vectors
+    from anaphora.attention import native, tiles, vectors
 except ImportError as error:
     raise ModelError(
         f"attention on a CPU needs numba, which cannot be imported ({error}); install anaphora[serve], or numba itself"
@@ -57,72 +56,56 @@ class RowWriter:
 
 
 class RowAttention:
-    """Decode rows over their own keys, merged with what they share."""
+    """A step's rows over their keys, for layers of one shape."""
 
-    def __init__(self, plan: DecodePlan, block_size: int) -> None:
+    def __init__(self, plan: Plan, layout: KVLayout, heads: int, block_size: int) -> None:
         self._plan = plan
-        self._parts = np.zeros((len(plan.parts), 10), np.int64)
-        self._counters = np.concatenate(([0, 0], plan.rows[:, 3] - plan.rows[:, 2])).astype(np.int64)
-        self._workers = min(openmp.threads(), len(plan.segments))
-        self._buffers = torch.empty(0)
+        left = (plan.merges[:, 2] - plan.merges[:, 1]) * layout.heads if len(plan.merges) else []
+        self._counters = np.concatenate(([0, 0], left)).astype(np.int64)
+        self._workers = min(openmp.threads(), len(plan.tasks) * layout.heads)
         self._record = np.zeros((), native.ATTEND)
+        columns = -(-plan.rows * (heads // layout.heads) // vectors.LANES) * vectors.LANES
+        scratch = -(-native.areas(layout.key_size, layout.value_size, columns)[-1] // 64) * 64
+        outs = 4 * len(plan.shares) * heads * layout.value_size
+        self._buffer = torch.empty(
+            self._workers * scratch + outs + 4 * len(plan.shares) * heads + 64, dtype=torch.uint8
+        )
+        address = -(-self._buffer.data_ptr() // 64) * 64
         fields: Any = self._record
-        fields["num_segments"], fields["block_size"] = len(plan.segments), block_size
-        for name, array in (
-            ("counters", self._counters),
-            ("segments", plan.segments),
-            ("rows", plan.rows),
-            ("tables", plan.tables),
-            ("shares", plan.shares),
-            ("parts", self._parts),
+        for name in ("tasks", "members", "lows", "ends", "tables", "merged", "merges", "shares"):
+            fields[name] = getattr(plan, name).ctypes.data
+        for name, value in (
+            ("counters", self._counters.ctypes.data),
+            ("num_tasks", len(plan.tasks)),
+            ("block_size", block_size),
+            ("heads", heads),
+            ("kv_heads", layout.heads),
+            ("key_size", layout.key_size),
+            ("value_size", layout.value_size),
+            ("value_offset", 0 if layout.latent else layout.heads * layout.key_size),
+            ("width", layout.width),
+            ("scratch", address),
+            ("scratch_bytes", scratch),
+            ("outs", address + self._workers * scratch),
+            ("logs", address + self._workers * scratch + outs),
+            ("columns", columns),
         ):
-            fields[name] = array.ctypes.data
+            fields[name] = value
 
-    def attend(
-        self,
-        layout: KVLayout,
-        pool: Tensor,
-        query: Tensor,
-        shared: Sequence[tuple[Tensor, Tensor]],
-        options: LayerOptions,
-        out: Tensor,
-    ) -> None:
-        """The plan's rows of ``query`` ``[H, T, D]`` to theirs of ``out`` ``[T, H, Dv]``, of the same dtype.
-
-        ``shared`` are the outputs ``[P, Hkv, G · rows, ≥ Dv]`` and logs ``[P, Hkv, G · rows]`` of the plan's parts.
-        """
+    def attend(self, pool: Tensor, query: Tensor, options: LayerOptions, out: Tensor) -> None:
+        """The plan's rows of ``query`` ``[H, T, D]`` to theirs of ``out`` ``[T, H, Dv]``, of the same dtype."""
         query = _dense(query)
         sinks = None if options.sinks is None else options.sinks.float().contiguous()
-        self._shape(layout, query.shape[0])
         fields: Any = self._record
+        by_tiles = tiles.AMX and pool.dtype == query.dtype == torch.bfloat16
+        fields["tiles"] = tiles.SHAPE.ctypes.data if by_tiles else 0
         fields["pool"], fields["pool_kind"] = pool.data_ptr(), KINDS[pool.dtype]
         fields["query"], fields["query_kind"] = query.data_ptr(), KINDS[query.dtype]
         fields["query_head"], fields["query_row"] = query.stride(0), query.stride(1)
         fields["out"], fields["sinks"] = out.data_ptr(), 0 if sinks is None else sinks.data_ptr()
         fields["scale"], fields["softcap"] = options.scale, options.softcap or 0.0
-        for part, (outs, logs) in zip(self._parts, shared, strict=True):
-            fields["part_kind"] = KINDS[outs.dtype]
-            rows = outs.shape[2] * layout.heads // query.shape[0]
-            part[:] = (outs.data_ptr(), logs.data_ptr(), len(outs), rows, *outs.stride()[:3], *logs.stride())
         self._counters[:2] = 0
-        openmp.run(native.attend_own, self._record.ctypes.data, self._workers)
-
-    def _shape(self, layout: KVLayout, heads: int) -> None:
-        """The layer's shape, and room for what its segments give."""
-        fields: Any = self._record
-        fields["heads"], fields["kv_heads"], fields["width"] = heads, layout.heads, layout.width
-        fields["key_size"], fields["value_size"] = layout.key_size, layout.value_size
-        fields["value_offset"] = 0 if layout.latent else layout.heads * layout.key_size
-        segments, scratch = len(self._plan.segments), native.scratch_bytes(layout.key_size, layout.value_size, heads)
-        outs = 4 * segments * heads * vectors.padded(layout.value_size)
-        logs = -(-4 * segments * heads // 64) * 64
-        needed = self._workers * scratch + outs + logs
-        if self._buffers.nbytes < needed:
-            self._buffers = torch.empty(needed, dtype=torch.uint8)
-        address = self._buffers.data_ptr()
-        fields["scratch"], fields["scratch_bytes"] = address, scratch
-        fields["logs"] = address + self._workers * scratch
-        fields["outs"] = address + self._workers * scratch + logs
+        openmp.run(native.attend, self._record.ctypes.data, self._workers)
 
 
 def _dense(x: Tensor) -> Tensor:

@@ -1,0 +1,174 @@
+"""Products of matrices with 16 columns, by the tile registers (AMX) of the processors that have them, or by vectors."""
+
+from __future__ import annotations
+
+import ctypes
+import platform
+from typing import Any
+
+import numpy as np
+from llvmlite import ir
+from llvmlite.binding import get_host_cpu_features
+from numba.core import cgutils
+
+from anaphora.attention.vectors import (
+    ADDRESS,
+    FLOAT,
+    INT8,
+    LANES,
+    NUMBER,
+    at,
+    call,
+    constant,
+    load,
+    multiply_add,
+    number,
+    operation,
+    prefetch_line,
+    splat,
+    steps,
+    store,
+)
+
+TILE_BYTES = 1024
+"""Of a tile: 16 rows of 64 bytes, so 32 bfloat16 numbers or 16 float32."""
+
+_ROWS = 8  # of the product of vectors, so that as many sums are under way
+_ARCH_REQ_XCOMP_PERM, _XFEATURE_TILEDATA, _SYS_ARCH_PRCTL = 0x1023, 18, 158
+
+
+def _permitted() -> bool:
+    """Ask Linux for the tile registers, which it gives to a process on request."""
+    try:
+        return int(ctypes.CDLL(None).syscall(_SYS_ARCH_PRCTL, _ARCH_REQ_XCOMP_PERM, _XFEATURE_TILEDATA)) == 0
+    except (AttributeError, OSError):
+        return False
+
+
+_KNOWN = platform.machine() == "x86_64" and bool(get_host_cpu_features().get("amx-bf16"))
+AMX = _KNOWN and _permitted()
+"""Whether the tile registers can be used."""
+
+
+def _shape() -> Any:
+    shape = np.zeros(64, np.uint8)
+    shape[0] = 1  # the palette of eight equal tiles
+    shape[16:32].view(np.uint16)[:] = 64
+    shape[48:56] = 16
+    return shape
+
+
+SHAPE = _shape()
+"""What ``open_tiles`` sets: eight tiles of 16 rows of 64 bytes."""
+
+
+def _call(builder: Any, name: str, *args: Any) -> None:
+    if _KNOWN:
+        call(builder, f"llvm.x86.{name}", ir.VoidType(), *args)
+
+
+def _pointer(builder: Any, address: Any, offset: Any) -> Any:
+    return at(builder, address, offset, INT8)
+
+
+@operation(ADDRESS, ADDRESS)
+def open_tiles(builder: Any, shape: Any, before: Any) -> None:
+    """Shape the thread's tiles; what they were goes to 64 bytes at ``before``."""
+    _call(builder, "sttilecfg", _pointer(builder, before, number(0)))
+    _call(builder, "ldtilecfg", _pointer(builder, shape, number(0)))
+
+
+@operation(ADDRESS)
+def close_tiles(builder: Any, before: Any) -> None:
+    """Others may count on the tiles having kept their shape."""
+    _call(builder, "ldtilecfg", _pointer(builder, before, number(0)))
+
+
+def _multiply(ahead: int) -> Any:
+    @operation(ADDRESS, NUMBER, NUMBER, NUMBER, ADDRESS, ADDRESS, NUMBER)
+    def multiply(builder: Any, a: Any, a_row: Any, a_tile: Any, a_step: Any, b: Any, c: Any, count: Any) -> None:
+        """C ``[64, 16]`` float32 = A ``[64, 32 · count]`` times B ``[32 · count, 16]``.
+
+        A is bfloat16, with the bytes from row to row of a tile, from tile to tile, and from 32 columns to the next.
+        B has its rows in pairs: a word holds two rows' numbers of one column. C and B have their tiles in a row.
+
+        A tile register waits for whoever used it last, so those of A are used in turn.
+        """
+        row = number(64)
+
+        def tile(register: int) -> Any:
+            return ir.Constant(INT8, register)
+
+        for n in range(4):
+            _call(builder, "tilezero", tile(n))
+        with steps(builder, count, 1) as i:
+            _call(builder, "tileloadd64", tile(7), _pointer(builder, b, builder.mul(i, number(TILE_BYTES))), row)
+            for n in range(4):
+                place = builder.add(builder.mul(i, a_step), builder.mul(a_tile, number(n)))
+                _call(builder, "tileloadd64", tile(4 + n % 3), _pointer(builder, a, place), a_row)
+                if ahead:
+                    for line in range(0, TILE_BYTES, 64):
+                        prefetch_line(builder, _pointer(builder, a, builder.add(place, number(ahead + line))))
+                _call(builder, "tdpbf16ps", tile(n), tile(4 + n % 3), tile(7))
+        for n in range(4):
+            _call(builder, "tilestored64", tile(n), _pointer(builder, c, number(TILE_BYTES * n)), row)
+
+    return multiply
+
+
+multiply, multiply_streaming = _multiply(0), _multiply(2 * 4096)
+
+
+@operation(ADDRESS, ADDRESS, NUMBER, ADDRESS, NUMBER)
+def multiply_pair(builder: Any, a: Any, b: Any, b_step: Any, c: Any, count: Any) -> None:
+    """The same for two B, ``b_step`` bytes apart, to two C, one behind the other: each tile is read half as often.
+
+    A is ``[count, 4 tiles]``; rows 0 to 31 of it go first, then the rest.
+    """
+    row = number(64)
+    for half in range(2):
+        for n in range(4):
+            _call(builder, "tilezero", ir.Constant(INT8, n))
+        with steps(builder, count, 1) as i:
+
+            def get(register: int, base: Any, offset: Any) -> None:
+                _call(builder, "tileloadd64", ir.Constant(INT8, register), _pointer(builder, base, offset), row)
+
+            def dot(target: int, x: int, y: int) -> None:
+                _call(builder, "tdpbf16ps", *(ir.Constant(INT8, n) for n in (target, x, y)))
+
+            first = builder.add(builder.mul(i, number(4 * TILE_BYTES)), number(2 * half * TILE_BYTES))
+            column = builder.mul(i, number(TILE_BYTES))
+            get(4, a, first)
+            get(6, b, column)
+            dot(0, 4, 6)
+            get(7, b, builder.add(column, b_step))
+            dot(1, 4, 7)
+            get(5, a, builder.add(first, number(TILE_BYTES)))
+            dot(2, 5, 6)
+            dot(3, 5, 7)
+        for n in range(4):
+            place = number((2 * half + n // 2 + 4 * (n % 2)) * TILE_BYTES)
+            _call(builder, "tilestored64", ir.Constant(INT8, n), _pointer(builder, c, place), row)
+
+
+@operation(ADDRESS, NUMBER, NUMBER, ADDRESS, ADDRESS, NUMBER, NUMBER)
+def multiply_vectors(builder: Any, a: Any, a_row: Any, a_column: Any, b: Any, c: Any, rows: Any, count: Any) -> None:
+    """C ``[rows, 16]`` = A ``[rows, count]`` times B ``[count, 16]``, float32.
+
+    A with the numbers from row to row and from column to column; ``rows`` is a multiple of 8.
+    """
+    with steps(builder, rows, _ROWS) as first:
+        places = [builder.mul(builder.add(first, number(n)), number(LANES)) for n in range(_ROWS)]
+        sums = [cgutils.alloca_once_value(builder, constant(0.0)) for _ in range(_ROWS)]
+        for chain in sums:
+            builder.store(constant(0.0), chain)
+        with steps(builder, count, 1) as i:
+            column = load(builder, b, builder.mul(i, number(LANES)))
+            for n, chain in enumerate(sums):
+                row = builder.mul(builder.add(first, number(n)), a_row)
+                place = builder.add(row, builder.mul(i, a_column))
+                x = splat(builder, builder.load(at(builder, a, place, FLOAT), align=4))
+                builder.store(multiply_add(builder, x, column, builder.load(chain)), chain)
+        for place, chain in zip(places, sums, strict=True):
+            store(builder, builder.load(chain), c, place)
