@@ -99,6 +99,7 @@ def test_the_old_engine_tells_a_share_or_that_it_is_off() -> None:
     assert some["since_start"]["hit_rate"] == 0.31
     assert some["sample"]["hit_rate"] is None
     assert some["cache"]["used_most"] == 0.4
+    assert any("since its start alone" in note for note in some["notes"])
 
 
 @pytest.mark.parametrize(
@@ -252,7 +253,7 @@ def test_a_server_over_http(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     with pages.serving(Vllm(key="k")) as url:
         options = DoctorOptions(log=f"{url}/v1", sample=0.05, api_key="k", json=str(out), min_hit_rate=0.9)
         assert run(options) == 0
-        assert run(DoctorOptions(log=url, sample=0, api_key="k", min_hit_rate=0.96)) == 1
+        assert run(DoctorOptions(log=f"{url}/metrics", sample=0, api_key="k", min_hit_rate=0.96)) == 1
     data = json.loads(out.read_text())
     assert (data["engine"], data["version"], data["url"]) == ("vLLM", "0.33.0", url)
     assert data["sample"]["requests"] == 10
@@ -261,6 +262,23 @@ def test_a_server_over_http(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert "caching on" in shown
     assert "9,000 blocks of 16 tokens" in shown
     assert "Nothing to do." in shown
+
+
+def test_ctrl_c_ends_the_sample_and_not_the_report(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pauses = iter([None, KeyboardInterrupt()])
+
+    def sleep(_: float) -> None:
+        if (stop := next(pauses)) is not None:
+            raise stop
+
+    monkeypatch.setattr("anaphora.tools.doctor.server.time.sleep", sleep)
+    with pages.serving(Vllm()) as url:
+        assert run(DoctorOptions(log=url, sample=600)) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "you ended it" in shown
+    assert "requests ended 10 20" in shown
 
 
 def test_unknown_is_never_shown_as_zero(capsys: pytest.CaptureFixture[str]) -> None:

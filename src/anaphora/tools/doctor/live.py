@@ -290,6 +290,8 @@ def _notes(seen: Seen, data: dict[str, Any]) -> Iterator[str]:
         yield "llama.cpp counts only the prompt tokens that it computes, so its hit rate is unknown"
     if seen.engine == "sglang" and data["since_start"]["found"] is None:
         yield "sglang:cached_tokens_total is not there: an old version, or nothing was ever reused"
+    if data["since_start"]["hit_rate"] is not None and data["since_start"]["found"] is None:
+        yield "this version tells a hit rate since its start alone, not what it is made of"
     if data["since_start"]["unit"] == "blocks":
         yield "this version counts blocks, not tokens; the rates come out much the same"
     version = version_of(seen.version) if seen.engine == "vllm" else None

@@ -47,7 +47,7 @@ def observe(url: str, api_key: str | None, seconds: float, advance: Callable[[fl
     Raises ConfigError where nothing answers or what answers is no server whose metrics are known. An interrupt
     (Ctrl-C) ends the sample early, and what was seen until then counts.
     """
-    address = parse_server_url(url)
+    address = parse_server_url(url).removesuffix("/metrics")
     local = httpx.URL(address).host in ("127.0.0.1", "localhost", "::1")
     headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
     with httpx.Client(
