@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import httpx
@@ -63,6 +63,7 @@ class ScriptedEngine:
     aborted: list[str] = field(default_factory=list)
     fail_after: int | None = None
     cached: int = 0
+    report: CacheReport | None = None
     hold: asyncio.Event | None = None
 
     async def generate(self, request: Request) -> AsyncIterator[SequenceUpdate]:
@@ -92,6 +93,15 @@ class ScriptedEngine:
     async def reset_prefix_cache(self) -> bool:
         return not self.running
 
+    async def explain(self, request: Request) -> CacheReport:
+        return self._report(request)
+
+    def _report(self, request: Request) -> CacheReport:
+        length = len(request.prompt_token_ids)
+        if self.report is not None:
+            return replace(self.report, prompt_tokens=length)
+        return CacheReport(length, self.cached, "hit" if self.cached else "cold")
+
     def _update(self, request: Request, choice: int, step: int, token: int) -> SequenceUpdate:
         sampling, now = request.sampling, time.monotonic()
         if step == self.fail_after:
@@ -106,9 +116,7 @@ class ScriptedEngine:
             logprobs = (scored(token, sampling.logprobs),)
         done = None
         if step == 0 and choice == 0:
-            length = len(request.prompt_token_ids)
-            report = CacheReport(length, self.cached, "hit" if self.cached else "cold")
-            done = PromptDone(report, 0.25, 0.0, 0.5, self._prompt_scores(request))
+            done = PromptDone(self._report(request), 0.25, 0.0, 0.5, self._prompt_scores(request))
         tokens = (token,) if sampling.max_tokens else ()
         return SequenceUpdate(request.id, choice, tokens, now, logprobs if tokens else None, done, finish)
 

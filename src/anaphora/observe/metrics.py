@@ -84,7 +84,8 @@ def _misses(stats: EngineStats) -> dict[str, float]:
     return {reason.value: stats.misses.get(reason, 0) for reason in _MISS_REASONS}
 
 
-def _hits_at_sizes(stats: EngineStats) -> dict[str, float]:
+def hits_at_sizes(stats: EngineStats) -> dict[str, float]:
+    """Prompt tokens found, in all, by a cache of so many times the size."""
     return {"0.5": stats.hits_half, "1": stats.hits, "2": stats.hits_twice, "4": stats.hits_four_times}
 
 
@@ -140,7 +141,7 @@ COUNTERS = (
     Reading(
         "anaphora:prefix_cache_hits_at_size",
         "Prompt tokens that a cache of so many times the size would have found.",
-        _hits_at_sizes,
+        hits_at_sizes,
         "size",
     ),
     Reading("anaphora:evicted_blocks", "Cached KV blocks given up for others.", lambda s: s.evicted_blocks),

@@ -9,7 +9,7 @@ from typing import Any
 
 from starlette.responses import Response
 
-from anaphora.server import responses
+from anaphora.server import explanations, responses
 from anaphora.server.answers import Answer
 from anaphora.server.protocol import ChatRequest
 from anaphora.server.service import Call, Service, public_id
@@ -30,10 +30,12 @@ async def chat(service: Service, call: Call) -> Response | EventStream:
     }
     answers = await service.answers(call)
     if body.stream:
-        return EventStream(_events(service, call, answers[0], envelope))
+        events = _events(service, call, answers[0], envelope)
+        return EventStream(events, lambda: explanations.header(answers))
     async with aclosing(service.run(call, answers)) as pieces:
         async for _ in pieces:
             pass
+    envelope |= await explanations.of_answers(service, call, answers)
     return await service.in_thread(_document, service, body, answers[0], envelope)
 
 
@@ -47,7 +49,7 @@ def _document(service: Service, body: ChatRequest, answer: Answer, envelope: dic
         document["prompt_logprobs"] = responses.prompt_logprobs(answer.done.prompt_logprobs, tokenizer)
     if body.return_token_ids:
         document["prompt_token_ids"] = answer.request.prompt_token_ids
-    return responses.json_response(document)
+    return responses.json_response(document, headers=explanations.header([answer]))
 
 
 def _reads_tools(service: Service, body: ChatRequest) -> bool:
@@ -124,8 +126,11 @@ async def _events(
                 yield full(_delta(piece.index, {"content": piece.text}, logprobs=logprobs, **more))
             if finish is not None:
                 yield full(_delta(piece.index, {}, finish_reason=finish, stop_reason=piece.stop_reason))
+    last = await explanations.of_answers(service, call, [answer])
     if with_usage:
-        yield chunks.usage(responses.usage([answer]))
+        last["usage"] = responses.usage([answer])
+    if last:
+        yield chunks.last(**last)
 
 
 def _read(reader: ToolCallReader, piece: ChoiceDelta) -> tuple[ChoiceDelta, list[tuple[int, ToolCall]]]:

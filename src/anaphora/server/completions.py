@@ -8,7 +8,7 @@ from typing import Any
 
 from starlette.responses import Response
 
-from anaphora.server import responses
+from anaphora.server import explanations, responses
 from anaphora.server.answers import Answer
 from anaphora.server.protocol import CompletionRequest
 from anaphora.server.service import Call, Service, public_id
@@ -30,10 +30,12 @@ async def complete(service: Service, call: Call) -> Response | EventStream:
     answers = await service.answers(call)
     form = Form(body, service.text.tokenizer)
     if body.stream:
-        return EventStream(_events(service, call, answers, form, envelope))
+        events = _events(service, call, answers, form, envelope)
+        return EventStream(events, lambda: explanations.header(answers))
     async with aclosing(service.run(call, answers)) as pieces:
         async for _ in pieces:
             pass
+    envelope |= await explanations.of_answers(service, call, answers)
     return await service.in_thread(form.document, answers, envelope)
 
 
@@ -50,7 +52,8 @@ class Form:
 
     def document(self, answers: Sequence[Answer], envelope: dict[str, Any]) -> Response:
         choices = [self.whole(answer, choice) for answer in answers for choice in answer.choices]
-        return responses.json_response(envelope | {"choices": choices, "usage": responses.usage(answers)})
+        document = envelope | {"choices": choices, "usage": responses.usage(answers)}
+        return responses.json_response(document, headers=explanations.header(answers))
 
     def whole(self, answer: Answer, choice: CompletionOutput) -> dict[str, Any]:
         ids: list[int] = choice.token_ids
@@ -132,8 +135,11 @@ async def _events(
             if piece.finish_reason is not None:
                 end = {"finish_reason": piece.finish_reason, "stop_reason": piece.stop_reason}
                 yield full(_chunk(piece.index, "", None) | end)
+    last = await explanations.of_answers(service, call, answers)
     if with_usage:
-        yield chunks.usage(responses.usage(answers))
+        last["usage"] = responses.usage(answers)
+    if last:
+        yield chunks.last(**last)
 
 
 def _rich(form: Form, piece: ChoiceDelta, offset: int) -> dict[str, Any]:

@@ -38,17 +38,20 @@ def chat_prompt(
         raise InvalidRequest(
             "this model has no chat template; use /v1/completions or give the server --chat-template", param="messages"
         )
+    text = template.render(request.messages or [], tools=request.tools or None, **template_options(request))
+    return encode(text, tokenizer, add_special_tokens=bool(request.add_special_tokens), limit=limit, where="messages")
+
+
+def template_options(request: ChatRequest | TokenizeRequest) -> dict[str, Any]:
+    """What ChatTemplate.render is told beside messages and tools."""
     kwargs: dict[str, Any] = dict(request.chat_template_kwargs or {})
     if isinstance(request, ChatRequest) and request.reasoning_effort is not None:
         kwargs["reasoning_effort"] = request.reasoning_effort
-    text = template.render(
-        request.messages or [],
-        tools=request.tools or None,
-        add_generation_prompt=_generation_prompt(request),
-        continue_final_message=bool(request.continue_final_message),
-        kwargs=kwargs or None,
-    )
-    return encode(text, tokenizer, add_special_tokens=bool(request.add_special_tokens), limit=limit, where="messages")
+    return {
+        "add_generation_prompt": _generation_prompt(request),
+        "continue_final_message": bool(request.continue_final_message),
+        "kwargs": kwargs or None,
+    }
 
 
 def beginning(request: ChatRequest, tokenizer: Tokenizer, template: ChatTemplate | None, limit: int | None) -> Prompt:

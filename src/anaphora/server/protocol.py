@@ -72,6 +72,7 @@ class Generation(Body, kw_only=True):
     cache_salt: str | None = None
     request_id: str | None = None
     return_token_ids: bool | None = None
+    explain_cache: bool | None = None
 
     def check(self) -> None:
         if self.cache_salt is not None and not 1 <= len(self.cache_salt) <= MAX_SALT_LENGTH:

@@ -16,6 +16,7 @@ from anaphora.server import prefixes, prompts
 from anaphora.server.asgi import Post
 from anaphora.server.chat import chat
 from anaphora.server.completions import complete
+from anaphora.server.explanations import explain
 from anaphora.server.protocol import (
     ChatPrefix,
     ChatRequest,
@@ -44,6 +45,7 @@ def routes(service: Service) -> list[BaseRoute]:
         Route("/v1/cache/warm", Post(service, (ChatPrefix, TextPrefix), prefixes.warm), methods=["POST"]),
         Route("/v1/cache/pin", Post(service, (ChatPrefix, TextPrefix), prefixes.pin), methods=["POST"]),
         Route("/v1/cache/unpin", Post(service, (ChatPrefix, TextPrefix, PinId), prefixes.unpin), methods=["POST"]),
+        Route("/v1/cache/explain", Post(service, (ChatRequest, CompletionRequest), explain), methods=["POST"]),
         Route("/v1/models", reads.models),
         Route("/v1/models/{model:path}", reads.model),
         Route("/tokenize", Post(service, TokenizeRequest, tokenize), methods=["POST"]),

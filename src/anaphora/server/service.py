@@ -25,7 +25,7 @@ from anaphora.text.assemble import ChoiceDelta
 from anaphora.text.chat import ChatTemplate
 from anaphora.text.generation import GenerationDefaults
 from anaphora.text.tokenizer import Tokenizer
-from anaphora.types import EngineInfo, EngineStats, PinReport, Prefix, PrefixList, Request, StepResult
+from anaphora.types import CacheReport, EngineInfo, EngineStats, PinReport, Prefix, PrefixList, Request, StepResult
 
 logger = logging.getLogger("anaphora.server")
 
@@ -52,6 +52,7 @@ class EngineFace(Engine, Protocol):
     async def pin(self, prefixes: Sequence[Prefix]) -> tuple[PinReport, ...]: ...
     async def unpin(self, prefixes: Sequence[Prefix] = (), ids: Sequence[str] = ()) -> tuple[PinReport, ...]: ...
     async def list_prefixes(self, cache_salt: str | None, limit: int) -> PrefixList: ...
+    async def explain(self, request: Request) -> CacheReport: ...
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ Only chunks that carry more (log-probabilities, token ids, the end) are built fi
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from typing import Any
 
@@ -55,9 +55,9 @@ class Chunks:
         """A chunk of one choice with any fields, and fields beside ``choices``."""
         return event(self._envelope | {"choices": [choice]} | top)
 
-    def usage(self, usage: dict[str, Any]) -> bytes:
-        """The last chunk, where the client asked for it: no choice, and the usage of all."""
-        return event(self._envelope | {"choices": [], "usage": usage})
+    def last(self, **top: Any) -> bytes:
+        """The last chunk, where the client asked for it: no choice, but the usage of all, or what else is asked for."""
+        return event(self._envelope | {"choices": []} | top)
 
     before_text: bytes
     after_text: bytes
@@ -75,16 +75,17 @@ class CompletionChunks(Chunks):
 
 class EventStream:
     """An ASGI response. The status is sent with the first event, so an error before it gets a status of its own;
-    one after it becomes an event, and the stream still ends in [DONE]."""
+    one after it becomes an event, and the stream still ends in [DONE]. ``headers`` are asked for with the first event."""
 
-    def __init__(self, events: AsyncGenerator[bytes, None], headers: Sequence[tuple[bytes, bytes]] = ()) -> None:
+    def __init__(self, events: AsyncGenerator[bytes, None], headers: Callable[[], dict[str, str]] = dict) -> None:
         self._events = events
-        self._headers = [*_HEADERS, *headers]
+        self._more_headers = headers
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async with aclosing(self._events) as events:
             chunk = await anext(events, DONE)
-            await send({"type": "http.response.start", "status": 200, "headers": self._headers})
+            headers = [*_HEADERS, *((name.encode(), value.encode()) for name, value in self._more_headers().items())]
+            await send({"type": "http.response.start", "status": 200, "headers": headers})
             send = scope.get(STRAIGHT, send)
             try:
                 while chunk is not DONE:
