@@ -74,8 +74,8 @@ class CompletionChunks(Chunks):
 
 
 class EventStream:
-    """An ASGI response. The status is sent with the first event, so an error before it gets a status of its own;
-    one after it becomes an event, and the stream still ends in [DONE]. ``headers`` are asked for with the first event."""
+    """An ASGI response. The status is sent with the first event, so an error before it gets a status of its own; one
+    after it becomes an event, and the stream still ends in [DONE]. ``headers`` are asked for with the first event."""
 
     def __init__(self, events: AsyncGenerator[bytes, None], headers: Callable[[], dict[str, str]] = dict) -> None:
         self._events = events
