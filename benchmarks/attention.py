@@ -119,7 +119,7 @@ def gate() -> list[tuple[int, int, float, float]]:
 
 def tune() -> None:
     shapes = backend_module._shapes
-    small, large = shapes(LAYOUT, 4, 2, False)
+    small, large = shapes(LAYOUT, 4, 2)
     small_trials = [(16, n, w, 3) for n in (32, 64, 128) for w in (1, 2, 4)] + [(16, 64, 4, 4), (16, 128, 4, 2)]
     large_trials = [(128, n, 8, s) for n in (64, 128) for s in (2, 3, 4)]
     large_trials += [(64, 64, 4, 3), (64, 128, 4, 2), (128, 64, 4, 3)]

@@ -111,17 +111,18 @@ def _tile(
         key_scale = tl.load(token_scales, mask=inside, other=0.0) if MASKED else tl.load(token_scales)
         scores = scores * key_scale[None, :]
     if SOFTCAP:
-        scores = (softcap - 2 * softcap / (1 + tl.exp2(scores * (2 * LOG2E * scale / softcap)))) * LOG2E
+        scores = softcap - 2 * softcap / (1 + tl.exp2(scores * (2 * LOG2E * scale / softcap)))
+        factor = LOG2E
     else:
-        scores = scores * (scale * LOG2E)
+        factor = scale * LOG2E
     if MASKED:
         sees = inside[None, :] & (n[None, :] <= position[:, None])
         if WINDOW:
             sees = sees & (n[None, :] > position[:, None] - window)
         scores = tl.where(sees, scores, float("-inf"))
-    higher = tl.maximum(best, tl.max(scores, 1))
+    higher = tl.maximum(best, tl.max(scores, 1) * factor)
     level = tl.where(higher == float("-inf"), 0.0, higher)  # a row that has seen no key yet
-    weights = tl.exp2(scores - level[:, None])
+    weights = tl.exp2(scores * factor - level[:, None])  # one operation before the power, not two
     shrink = tl.exp2(best - level)
     total = total * shrink + tl.sum(weights, 1)
     if LATENT:
@@ -237,34 +238,35 @@ def attend_items(
 @triton.jit
 def merge_parts(
     part_outs, part_logs, out, merges, count, sinks,
-    H: tl.constexpr, VALUE: tl.constexpr, BLOCK: tl.constexpr, SINKS: tl.constexpr,
+    H: tl.constexpr, HEADS: tl.constexpr, VALUE: tl.constexpr, BLOCK: tl.constexpr, SINKS: tl.constexpr,
 ):  # fmt: skip
-    """One row and head of ``out`` ``[T, H, VALUE]`` from all its parts; a sink enters as one more. Grid: (rows, H)."""
+    """A row of ``out`` ``[T, H, VALUE]`` from all its parts; a sink enters as one more. Grid: (rows, H / HEADS)."""
     item = tl.program_id(0)
-    head = tl.program_id(1)
     if item >= tl.load(count):
         return
     row = tl.load(merges + item * 3).to(tl.int64)
     first = tl.load(merges + item * 3 + 1).to(tl.int64)
     length = tl.load(merges + item * 3 + 2)
-    at = tl.arange(0, BLOCK)
-    inside = at < VALUE
-    state = tl.zeros((BLOCK,), tl.float32)
+    head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
+    at = tl.arange(0, BLOCK)[None, :]
+    inside = (head < H)[:, None] & (at < VALUE)
+    state = tl.zeros((HEADS, BLOCK), tl.float32)
     if SINKS:
-        best = tl.load(sinks + head).to(tl.float32) * LOG2E
-        total = tl.full((), 1.0, tl.float32)
+        best = tl.load(sinks + head, mask=head < H, other=0.0).to(tl.float32) * LOG2E
+        total = tl.full((HEADS,), 1.0, tl.float32)
     else:
-        best = tl.full((), float("-inf"), tl.float32)
-        total = tl.full((), 0.0, tl.float32)
+        best = tl.full((HEADS,), float("-inf"), tl.float32)
+        total = tl.full((HEADS,), 0.0, tl.float32)
     for part in tl.range(0, length):
         line = (first + part) * H + head
-        log = tl.load(part_logs + line)
-        values = tl.load(part_outs + line * VALUE + at, mask=inside, other=0.0)
+        log = tl.load(part_logs + line, mask=head < H, other=0.0)
+        values = tl.load(part_outs + line[:, None] * VALUE + at, mask=inside, other=0.0)
         higher = tl.maximum(best, log)
         level = tl.where(higher == float("-inf"), 0.0, higher)
         shrink = tl.exp2(best - level)
         weight = tl.exp2(log - level)
-        state = state * shrink + values * weight
+        state = state * shrink[:, None] + values * weight[:, None]
         total = total * shrink + weight
         best = higher
-    tl.store(out + (row * H + head) * VALUE + at, (state / total).to(out.dtype.element_ty), mask=inside)
+    target = out + (row * H + head)[:, None] * VALUE + at
+    tl.store(target, (state / total[:, None]).to(out.dtype.element_ty), mask=inside)

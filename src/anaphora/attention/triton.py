@@ -28,6 +28,8 @@ from anaphora.types import BlockCopy
 MIN_BLOCK_SIZE = 16
 MAX_KEY_SIZE = 576
 PROGRAMS_PER_PROCESSOR = 2
+MERGED_HEADS = 8
+"""Of one row, merged by one program."""
 COPY_BYTES = 64 * 2**20
 """What copies of blocks take for a while; no step plans for more."""
 
@@ -172,9 +174,9 @@ class TritonAttention:
                     with aside if shape is large else nullcontext():
                         self._attend(layout, shape, (items, launched, step.counts[4 * at :]), step, target, options)
         if step.launches[2]:
-            kernels.merge_parts[(step.launches[2], heads)](
+            kernels.merge_parts[(step.launches[2], triton.cdiv(heads, MERGED_HEADS))](
                 *parts, out, step.merges, step.counts[8:], _sinks(options, out),
-                heads, layout.value_size, triton.next_power_of_2(layout.value_size), options.sinks is not None,
+                heads, MERGED_HEADS, layout.value_size, triton.next_power_of_2(layout.value_size), options.sinks is not None,
             )  # fmt: skip
         return out
 
