@@ -34,9 +34,7 @@ class StepGraphs:
     ``forward`` takes token ids and positions ``[1, T]`` and returns logits ``[T, V]`` in the model's dtype.
     """
 
-    def __init__(
-        self, forward: Forward, backend: TritonAttention, most_seqs: int, most_tokens: int, vocab_size: int
-    ) -> None:
+    def __init__(self, forward: Forward, backend: TritonAttention, most_seqs: int, most_tokens: int) -> None:
         self._forward = forward
         self._backend = backend
         self._decode_sizes = [*(size for size in SIZES if size < most_seqs), most_seqs]
@@ -44,7 +42,7 @@ class StepGraphs:
         most = most_rows(most_seqs)
         device = torch.device("cuda", torch.cuda.current_device())
         self._inputs = torch.zeros(3 * most, dtype=torch.int64, device=device)
-        self._logits = torch.empty(most, vocab_size, dtype=torch.float32, device=device)
+        self._logits = torch.empty(0)
         self._graphs: dict[tuple[int, bool], torch.cuda.CUDAGraph] = {}
         self._backend.reserve(most)
         self._capture_all()
@@ -54,7 +52,7 @@ class StepGraphs:
         return next((size for size in (self._chunk_sizes if chunks else self._decode_sizes) if size >= count), None)
 
     def run(self, inputs: StepInputs) -> Tensor | None:
-        """Logits ``[rows, V]`` float32, valid until the next run; None if the step fits no graph.
+        """Logits ``[rows, V]``, valid until the next run; None if the step fits no graph.
 
         ``inputs`` are padded to the rows of a graph.
         """
@@ -90,6 +88,8 @@ class StepGraphs:
 
     def _compute(self, rows: int) -> None:
         logits = self._forward(self._part(rows, 0)[None], self._part(rows, 1)[None])
+        if not len(self._logits):
+            self._logits = logits.new_empty(len(self._inputs) // 3, logits.shape[1])
         self._logits[:rows].copy_(logits)
 
 
@@ -98,6 +98,6 @@ def most_rows(most_seqs: int) -> int:
     return max(most_seqs, MOST_WITH_CHUNKS)
 
 
-def bytes_needed(most_seqs: int, vocab_size: int) -> int:
+def bytes_needed(most_seqs: int, vocab_size: int, dtype: torch.dtype) -> int:
     """What the graphs take beside the weights and the pool, roughly: logits twice, and what a layer makes."""
-    return most_rows(most_seqs) * vocab_size * 6 + 2**29
+    return 2 * most_rows(most_seqs) * vocab_size * dtype.itemsize + 2**29

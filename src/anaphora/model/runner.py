@@ -119,7 +119,7 @@ class ModelRunner:
             self._rehearse([min(-(-budget // seqs), loaded.window)] * min(seqs, budget))
             del self._backend, self._layers
 
-        reserve = 0 if config.model.enforce_eager else bytes_needed(seqs, loaded.vocab_size)
+        reserve = 0 if config.model.enforce_eager else bytes_needed(seqs, loaded.vocab_size, loaded.dtype)
         pool = size_pool(config.cache, bytes_per_block, self._device, largest_step, reserve)
         make(pool.blocks)
         graph_bytes = 0
@@ -143,11 +143,7 @@ class ModelRunner:
         try:
             with torch.inference_mode():
                 self._graphs = StepGraphs(
-                    self._all_logits,
-                    self._backend,
-                    limits.max_num_seqs,
-                    limits.max_num_batched_tokens,
-                    loaded.vocab_size,
+                    self._all_logits, self._backend, limits.max_num_seqs, limits.max_num_batched_tokens
                 )
         except Exception as error:  # whatever the model's code does that a graph cannot hold
             torch.cuda.synchronize()
@@ -203,7 +199,7 @@ class ModelRunner:
             prompt_logprobs = self._prompt_logprobs(batch, inputs, outputs)
             logits = None
             if inputs.sample_slots:
-                logits = self._logits(outputs, hidden.index_select(1, inputs.sample_rows)).float()
+                logits = self._logits(outputs, hidden.index_select(1, inputs.sample_rows))
         return self._submitted(batch, inputs, logits, prompt_logprobs)
 
     def _graph_step(self, batch: Batch) -> Submitted | None:
@@ -218,8 +214,10 @@ class ModelRunner:
         logits = self._graphs.run(inputs)
         if logits is None:
             return None
-        sampled = logits.index_select(0, inputs.sample_rows) if inputs.sample_slots else None
-        return self._submitted(batch, inputs, sampled, {})
+        count = len(inputs.sample_slots)
+        if count == total:
+            return self._submitted(batch, inputs, logits[:total], {})
+        return self._submitted(batch, inputs, logits.index_select(0, inputs.sample_rows) if count else None, {})
 
     def _wants_prompt_logprobs(self, chunk: Chunk) -> bool:
         return chunk.token_ids is not None and self._joins[chunk.slot].sampling.prompt_logprobs is not None

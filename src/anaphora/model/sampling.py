@@ -84,6 +84,11 @@ class _Row:
         return self.sampling.temperature >= GREEDY_BELOW
 
     @property
+    def is_greedy(self) -> bool:
+        """All that is asked for is the most likely token; of equally likely ones, the first."""
+        return not self.draws and self.is_plain and self.sampling.logprobs is None
+
+    @property
     def is_plain(self) -> bool:
         return self.shift is None and self.history is None and self.banned is None
 
@@ -118,10 +123,12 @@ class Sampler:
     def draw(self, logits: Tensor, slots: list[int]) -> Drawn:
         """Choose one token for each row and record it, without waiting for the device.
 
-        ``logits`` is ``[R, V]`` float32, row i for ``slots[i]``, and is left as it is. Where the logits of a row hold
+        ``logits`` is ``[R, V]``, row i for ``slots[i]``, and is left as it is. Where the logits of a row hold
         NaN or +inf and a token is to be chosen, ``read`` of what is returned raises; the slot must be joined again.
         """
         rows = [self._row(slot) for slot in slots]
+        if logits.device.type == "cpu" or not all(row.is_greedy for row in rows):
+            logits = logits.float()
         best, chosen = self._choose(self._processed(logits, rows), rows)
         for index, row in enumerate(rows):
             row.generated += 1
