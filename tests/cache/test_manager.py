@@ -216,3 +216,16 @@ def test_block_keys_alone_serve_a_simulation() -> None:
 
     assert use() == 0
     assert use() == 16
+
+
+def test_hashes_taken_over_from_the_table_before_are_those_of_the_tokens() -> None:
+    cache = CacheManager(8, 4)
+    prompts = [list(range(10)), [*range(7), 99, 98, 97, 96, 95], list(range(10)), [1, *range(9)], list(range(3)), []]
+    for prompt in prompts:
+        table, alone = cache.table("a", prompt, ROOT), CacheManager(8, 4).table("b", prompt, ROOT)
+        assert table.hashes == alone.hashes
+        assert len(table.hashes) == len(prompt) // 4
+        table.append([5, 6, 7], 4)
+        alone.append([5, 6, 7], 4)
+        assert table.hashes == alone.hashes
+    assert cache.table("c", prompts[0], root_hash("another")).hashes != alone.hashes

@@ -174,9 +174,10 @@ class TritonAttention:
                     with aside if shape is large else nullcontext():
                         self._attend(layout, shape, (items, launched, step.counts[4 * at :]), step, target, options)
         if step.launches[2]:
+            block = triton.next_power_of_2(layout.value_size)
             kernels.merge_parts[(step.launches[2], triton.cdiv(heads, MERGED_HEADS))](
                 *parts, out, step.merges, step.counts[8:], _sinks(options, out),
-                heads, MERGED_HEADS, layout.value_size, triton.next_power_of_2(layout.value_size), options.sinks is not None,
+                heads, MERGED_HEADS, layout.value_size, block, options.sinks is not None,
             )  # fmt: skip
         return out
 

@@ -39,7 +39,7 @@ class Match:
     wait: BlockHash | None = None
 
 
-def common_tokens(a: bytes, b: bytes) -> int:
+def common_tokens(a: bytes | bytearray, b: bytes | bytearray) -> int:
     """Length in tokens of the common beginning of two packed token strings."""
     low, high = 0, min(len(a), len(b)) // TOKEN_BYTES
     while low < high:

@@ -18,7 +18,7 @@ from anaphora.cache.events import Reason
 from anaphora.cache.explain import AtSizes, Explainer
 from anaphora.cache.ghosts import Evicted, Ghosts
 from anaphora.cache.hashing import TOKEN_BYTES, BlockHash, extend_chain, pack
-from anaphora.cache.index import Match, PrefixIndex
+from anaphora.cache.index import Match, PrefixIndex, common_tokens
 from anaphora.cache.pins import Pin, Pins
 from anaphora.cache.policy import LRU, EvictionPolicy
 from anaphora.cache.pool import NULL_BLOCK, Block, BlockPool
@@ -101,6 +101,7 @@ class CacheManager:
         self._explainer = Explainer(self.index, self._ghosts, clock)
         self._heads: dict[int, BlockHash] = {}
         self._grower: BlockTable | None = None
+        self._last_table: BlockTable | None = None
         self._eviction: Evicted | None = None
         self._scheduled: dict[int, list[tuple[Block, BlockHash]]] = {}
         self._copying: dict[int, list[Block]] = {}
@@ -108,9 +109,17 @@ class CacheManager:
     # --- one sequence ----------------------------------------------------------------------------------------------
 
     def table(self, key: str, token_ids: Iterable[int], root: BlockHash, *, bypass: str = "") -> BlockTable:
-        """The table of a new sequence: tokens packed and hashed once, nothing held yet."""
-        table = BlockTable(key, root, bytearray(), bypass=bypass, made=self._clock())
-        table.append(token_ids, self.block_size)
+        """The table of a new sequence: tokens packed and hashed once, nothing held yet.
+
+        A beginning in common with the table made before has its hashes already.
+        """
+        packed = bytearray(pack(token_ids))
+        table = BlockTable(key, root, packed, bypass=bypass, made=self._clock())
+        last = self._last_table
+        if last is not None and last.packed is not None and last.root == root:
+            table.hashes = last.hashes[: common_tokens(last.packed, packed) // self.block_size]
+        table.append((), self.block_size)
+        self._last_table = table
         return table
 
     def match(self, table: BlockTable) -> Match:
