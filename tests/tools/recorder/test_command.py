@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 import signal
 import socket
 import subprocess
@@ -26,9 +27,13 @@ def fake() -> Iterator[Fake]:
         yield fake
 
 
-def start(*flags: str) -> tuple[subprocess.Popen[str], str]:
-    command = [sys.executable, "-m", "anaphora", "record", "--host", "127.0.0.1", "--port", "0", *flags]
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+ANAPHORA = [sys.executable, "-m", "anaphora"]
+
+
+def start(*flags: str, command: list[str] = ANAPHORA) -> tuple[subprocess.Popen[str], str]:
+    process = subprocess.Popen(
+        [*command, "record", "--host", "127.0.0.1", "--port", "0", *flags], stderr=subprocess.PIPE, text=True
+    )
     assert process.stderr is not None
     line = process.stderr.readline()
     assert line.startswith("recording at http://"), line
@@ -66,6 +71,30 @@ def test_a_client_of_openais_sees_the_server_and_the_log_sees_both(
     assert cold.body is not None
     assert cold.body["messages"] == MESSAGES
     assert (blind.prompt_tokens, blind.cached_tokens) == (0, None)
+
+
+def test_more_clients_than_the_usual_limit_of_open_files(fake: Fake, tmp_path: Path) -> None:
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    if hard != resource.RLIM_INFINITY and hard < 512:
+        pytest.skip(f"this machine allows only {hard} open files")
+    limited = [
+        sys.executable,
+        "-c",
+        "import resource, runpy, sys; resource.setrlimit(7, (64, resource.getrlimit(7)[1])); ",
+    ]
+    limited[-1] += "sys.argv[0] = 'anaphora'; runpy.run_module('anaphora', run_name='__main__')"
+    process, url = start("--upstream", fake.url, "--out", str(tmp_path / "log"), command=limited)
+    host, port = url.removeprefix("http://").split(":")
+    clients = [socket.create_connection((host, int(port)), timeout=20) for _ in range(100)]
+    try:
+        for client in clients:
+            client.sendall(b"GET /v1/models HTTP/1.1\r\nHost: x\r\n\r\n")
+        assert all(client.recv(20).startswith(b"HTTP/1.1 200") for client in clients)
+    finally:
+        for client in clients:
+            client.close()
+        process.terminate()
+        process.communicate(timeout=20)
 
 
 def test_ask_usage_sees_what_clients_do_not_ask_for(fake: Fake, tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import resource
 import signal
 import sys
 
@@ -15,12 +16,15 @@ from anaphora.tools.recorder.options import RecordOptions
 from anaphora.tools.recorder.proxy import Proxy, Upstream
 
 BACKLOG = 1024
+OPEN_FILES = 65536
+"""Wanted: each client takes two, and the usual limit of 1,024 would turn clients away that the server takes."""
 
 
 def main(options: RecordOptions) -> int:
     """Record until a signal. Running answers are waited for; a second signal cuts them off."""
     assert options.upstream is not None
     assert options.out is not None
+    _raise_file_limit()
     logging.basicConfig(stream=sys.stderr, format="%(levelname)s %(message)s")
     upstream = Upstream.parse(parse_server_url(options.upstream))
     writer = RecordWriter(options.out, flag="--out", rotate_bytes=options.rotate_bytes)
@@ -75,6 +79,13 @@ async def _end(proxy: Proxy) -> None:
         loop.add_signal_handler(number, ending.cancel)
     with contextlib.suppress(asyncio.CancelledError):
         await ending
+
+
+def _raise_file_limit() -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, OPEN_FILES)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def _refuse_a_loop(upstream: Upstream, port: int) -> None:
