@@ -24,6 +24,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "anaphora.errors": set(),
     "anaphora.types": {"anaphora.errors"},
     "anaphora.config": {"anaphora.errors"},
+    "anaphora.pitfalls": BASE,
     "anaphora.cache": BASE,
     "anaphora.core": BASE | {"anaphora.cache"},
     "anaphora.core.messages": BASE | {"msgspec"},
@@ -40,7 +41,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "anaphora.observe": BASE | {"anaphora.cache.events", "anaphora.cache.hashing", "msgspec", "prometheus_client"},
     "anaphora.llm": BASE | {"anaphora.core.engine", "anaphora.model", "anaphora.text", "rich"},
     "anaphora.server": BASE
-    | {"anaphora.core.client", "anaphora.core.process", "anaphora.text", "anaphora.observe"}
+    | {"anaphora.core.client", "anaphora.core.process", "anaphora.text", "anaphora.observe", "anaphora.pitfalls"}
     | {"starlette", "uvicorn", "uvloop", "httptools", "msgspec", "prometheus_client"},
     "anaphora.tools": BASE,
     "anaphora.tools.bench": BASE
@@ -49,6 +50,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "anaphora.tools.demo": BASE | {"anaphora.tools.bench", "httpx", "rich"},
     "anaphora.tools.doctor": BASE
     | {"anaphora.cache", "anaphora.text", "anaphora.observe", "anaphora.server.protocol"}
+    | {"anaphora.pitfalls", "anaphora.vllm_flags"}
     | {"httpx", "rich", "jinja2", "msgspec"},
     "anaphora.tools.recorder": BASE | {"anaphora.observe.record", "anaphora.tools.doctor.usage", "msgspec"},
     "anaphora.vllm_flags": BASE,

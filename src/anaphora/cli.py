@@ -16,7 +16,16 @@ from dataclasses import MISSING, Field, dataclass, fields
 from typing import Any, NoReturn, TypeVar
 
 from anaphora import vllm_flags
-from anaphora.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig, ServerConfig, parse_bytes
+from anaphora.config import (
+    SERVE_SETTINGS,
+    CacheConfig,
+    EngineConfig,
+    ModelConfig,
+    SchedulerConfig,
+    ServerConfig,
+    flag_name,
+    parse_bytes,
+)
 from anaphora.errors import AnaphoraError, ConfigError
 
 T = TypeVar("T")
@@ -43,10 +52,6 @@ class Command:
 
 
 # --- Options from fields ---------------------------------------------------------------------------------------------
-
-
-def _flag(field: Field[Any]) -> str:
-    return str(field.metadata.get("flag", "--" + field.name.replace("_", "-")))
 
 
 def _converter(name: str, parse: Callable[[str], Any]) -> Callable[[str], Any]:
@@ -86,7 +91,7 @@ def _add_option(parser: argparse.ArgumentParser, field: Field[Any], hint: Any) -
     kinds = [kind for kind in (typing.get_args(hint) or (hint,)) if kind is not type(None)]
     more: dict[str, Any] = {"dest": field.name, "default": argparse.SUPPRESS, "help": _help(field)}
     if hint is bool:
-        parser.add_argument(_flag(field), action=argparse.BooleanOptionalAction, **more)
+        parser.add_argument(flag_name(field), action=argparse.BooleanOptionalAction, **more)
         return
     more |= {"choices": meta.get("choices"), "metavar": meta.get("metavar")}
     if parse := meta.get("parse"):
@@ -104,7 +109,7 @@ def _add_option(parser: argparse.ArgumentParser, field: Field[Any], hint: Any) -
         more.pop("dest")
         parser.add_argument(field.name, **more | {"nargs": "?", "metavar": name})
         return
-    parser.add_argument(_flag(field), **more)
+    parser.add_argument(flag_name(field), **more)
 
 
 def _split_remainder(classes: tuple[type, ...], arguments: Sequence[str]) -> tuple[list[str], dict[str, Any]]:
@@ -184,18 +189,14 @@ def _print_notes(options: argparse.Namespace, classes: tuple[type, ...]) -> None
         return
     for field in (field for cls in classes for field in fields(cls)):
         if "cpu_note" in field.metadata and field.name in vars(options):
-            _say(f"note: {_flag(field)}: {field.metadata['cpu_note']}")
-
-
-def _serve_settings() -> tuple[type, ...]:
-    return ModelConfig, CacheConfig, SchedulerConfig, ServerConfig
+            _say(f"note: {flag_name(field)}: {field.metadata['cpu_note']}")
 
 
 def _serve(options: argparse.Namespace) -> int:
     model, server = _make(ModelConfig, options), _make(ServerConfig, options)
     cache, scheduler = _make(CacheConfig, options), _make(SchedulerConfig, options)
     _need_serve_extra("anaphora serve")
-    _print_notes(options, _serve_settings())
+    _print_notes(options, SERVE_SETTINGS)
     from anaphora.model.source import resolve
     from anaphora.server.app import serve
 
@@ -254,7 +255,7 @@ def _record(options: argparse.Namespace) -> int:
 COMMANDS = {
     "serve": Command(
         "OpenAI-compatible HTTP server with automatic prefix caching",
-        _serve_settings,
+        lambda: SERVE_SETTINGS,
         _serve,
         vllm=True,
         epilog="Flags keep the names and the meaning that they have in vllm serve. Its other flags are accepted where "

@@ -62,6 +62,11 @@ def option(default: Any, help: str, **more: Any) -> Any:
     return field(default=default, metadata={"help": help, **more})
 
 
+def flag_name(field: Field[Any]) -> str:
+    """The flag that sets a field."""
+    return str(field.metadata.get("flag", "--" + field.name.replace("_", "-")))
+
+
 @dataclass(frozen=True)
 class ModelConfig:
     model: str | None = option(
@@ -201,6 +206,9 @@ class ServerConfig:
         if self.record_prompts and self.record is None:
             raise ConfigError("--record-prompts needs --record FILE, the file that they are written to")
 
+
+SERVE_SETTINGS: tuple[type, ...] = (ModelConfig, CacheConfig, SchedulerConfig, ServerConfig)
+"""All that ``anaphora serve`` takes."""
 
 _NESTED: dict[str, type] = {"model": ModelConfig, "cache": CacheConfig, "scheduler": SchedulerConfig}
 

@@ -6,10 +6,12 @@ import argparse
 import difflib
 import json
 from collections.abc import Iterable
+from dataclasses import fields
 from functools import cache
 from importlib.resources import files
 from typing import Any
 
+from anaphora.config import SERVE_SETTINGS, flag_name
 from anaphora.errors import ConfigError
 
 ANY = "*"
@@ -20,6 +22,45 @@ def _data() -> dict[str, Any]:
     """``aliases``: spelling to flag; ``accepted``: groups with values and a note; ``absent``: groups with a reason."""
     data: dict[str, Any] = json.loads(files("anaphora").joinpath("vllm_flags.json").read_text("utf-8"))
     return data
+
+
+@cache
+def known() -> frozenset[str]:
+    """All flags of ``anaphora serve`` and ``vllm serve``, in their long forms."""
+    own = {flag_name(field) for cls in SERVE_SETTINGS for field in fields(cls) if "help" in field.metadata}
+    theirs = {flag for group in (*_data()["absent"], *_data()["accepted"]) for flag in group["flags"]}
+    return frozenset(own | theirs | set(_data()["aliases"].values()) | {"--model", "--help"})
+
+
+def _forms(name: str) -> tuple[str, str, str]:
+    plain = name.partition(".")[0]
+    return plain, plain.replace("--no-", "--", 1), plain.replace("--disable-", "--enable-", 1)
+
+
+def is_known(name: str) -> bool:
+    """Whether either server has the flag, negated or with a part of its value (``--compilation-config.mode``)."""
+    return not known().isdisjoint(_forms(name))
+
+
+def is_switch(name: str) -> bool:
+    """Whether a flag stands alone, with no value behind it."""
+    for cls in SERVE_SETTINGS:
+        for field in fields(cls):
+            if flag_name(field) in _forms(name):
+                return isinstance(field.default, bool)
+    for group in _data()["accepted"]:
+        if name in group["flags"]:
+            return "values" not in group
+    return name.startswith(_SWITCHES)
+
+
+_SWITCHES = ("--no-", "--enable-", "--disable-", "--use-", "--trust-", "--calculate-", "--fully-", "--headless")
+
+
+def takes_several(name: str) -> bool:
+    """Whether several values may stand behind a flag."""
+    tuples = {flag_name(field) for cls in SERVE_SETTINGS for field in fields(cls) if isinstance(field.default, tuple)}
+    return name in tuples | {"--lora-modules"}
 
 
 def normalize(argument: str) -> str:
@@ -61,8 +102,7 @@ def add_accepted(parser: argparse.ArgumentParser) -> None:
 def explain(argument: str, known: Iterable[str]) -> str:
     """Why ``argument``, which no option of ours takes, is refused. ``known``: our own flags, to name the closest."""
     name = argument.partition("=")[0]
-    plain = name.partition(".")[0]
-    candidates = {plain, plain.replace("--no-", "--", 1), plain.replace("--disable-", "--enable-", 1)}
+    candidates = set(_forms(name))
     for group in (*_data()["absent"], *_data()["accepted"]):
         if candidates & set(group["flags"]):
             reason = group.get("reason", group.get("note"))

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import subprocess
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 from anaphora.errors import ConfigError
 from anaphora.server.warm import read_warm_file, warm_up
 from tests.support.clients import until
-from tests.support.servers import Whole, whole
+from tests.support.servers import Whole, environment, fake_command, fake_server, whole
 
 pytestmark = pytest.mark.usefixtures("engine_surroundings")
 
@@ -282,3 +285,27 @@ async def test_what_cannot_be_kept_is_named_with_its_line(server: Whole, tmp_pat
         path.write_text('{"prompt": "a"}\n' + bad, "utf-8")
         with pytest.raises(ConfigError, match=message):
             await warm_up(server.service, read_warm_file(str(path)))
+
+
+def test_a_server_serves_when_its_prefixes_are_there_and_warns_of_what_breaks_reuse(tmp_path: Path) -> None:
+    """The whole start: --warm, the template of the model, the order of the lines in the log."""
+    path = tmp_path / "prefixes.jsonl"
+    path.write_text(json.dumps({"messages": system()}) + "\n" + json.dumps({"prompt": "short"}) + "\n")
+    with fake_server(tmp_path / "model", warm=str(path), max_model_len=WINDOW) as running:
+        answer = httpx.post(running.url + CHAT, json=chat("Why?"))
+        pins = httpx.get(running.url + "/v1/cache/prefixes").json()["pins"]
+    assert answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"] == pins[0]["tokens"]
+    log = "".join(running.log)
+    assert log.index("warmed and pinned 2 prefixes") < log.index(" at http://")
+    assert "line 2: --block-size: a block of 16 tokens is larger than the 5 tokens that prompts share" in log
+    assert "check of the resting engine failed" not in log
+
+
+def test_a_start_that_cannot_keep_its_prefixes_ends_by_their_line(tmp_path: Path) -> None:
+    path = tmp_path / "prefixes.jsonl"
+    path.write_text(json.dumps({"prompt": "x" * WINDOW}) + "\n")
+    command = fake_command(tmp_path / "model", warm=str(path), max_model_len=WINDOW)
+    done = subprocess.run(command, capture_output=True, text=True, env=environment(), timeout=60)
+    assert done.returncode != 0
+    assert f"--warm {path}: This model's maximum context length is 1000 tokens" in done.stderr
+    assert " at http://" not in done.stderr

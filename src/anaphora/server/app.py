@@ -26,14 +26,17 @@ from anaphora.core.client import EngineClient
 from anaphora.errors import AnaphoraError, ConfigError
 from anaphora.observe.log import describe_pool
 from anaphora.observe.record import open_log
+from anaphora.pitfalls import Pitfall, Setup, pitfalls
 from anaphora.server.asgi import KeyGuard, Straight
 from anaphora.server.lifetime import Ending, Server
 from anaphora.server.routes import on_crash, on_error, on_http_error, routes
 from anaphora.server.service import Names, Service, TextSide
 from anaphora.server.warm import Entry, read_warm_file, warm_up
+from anaphora.text import habits
 from anaphora.text.chat import read_template
 from anaphora.text.generation import load_defaults
 from anaphora.text.tokenizer import Tokenizer
+from anaphora.types import EngineInfo
 
 logger = logging.getLogger("anaphora.server")
 
@@ -130,7 +133,7 @@ async def _serve(
         client, text = starting.result(), loading.result()
         names = Names(config.model.served_model_name or (source.name,), source.name)
         service = Service(client, text, names, server_config, cache_settings(config, client))
-        for warning in client.info.warnings:
+        for warning in (*client.info.warnings, *await asyncio.to_thread(_pitfalls, config, client.info, text)):
             logger.warning("%s", warning)
         logger.info("%s", describe_pool(client.info))
         gc.collect()
@@ -157,6 +160,23 @@ async def _serve(
 
 def _came(starting: asyncio.Task[EngineClient]) -> bool:
     return starting.done() and not starting.cancelled() and starting.exception() is None
+
+
+def _pitfalls(config: EngineConfig, info: EngineInfo, text: TextSide) -> list[Pitfall]:
+    """What of the settings and of the chat template breaks reuse or memory."""
+    checks = habits.examine(text.template) if text.template is not None else []
+    setup = Setup(
+        exact=True,
+        prefix_caching=config.cache.enable_prefix_caching,
+        block_size=info.model.block_size,
+        kv_cache_dtype=config.cache.kv_cache_dtype,
+        max_model_len=config.model.max_model_len,
+        max_num_seqs=config.scheduler.max_num_seqs if info.model.device != "cpu" else None,
+        pool_tokens=(info.model.num_blocks - 1) * info.model.block_size,
+        gpu_memory_utilization=config.cache.gpu_memory_utilization if info.model.device != "cpu" else None,
+        template=tuple((check.problem, check.mend) for check in checks if check.problem and check.breaks),
+    )
+    return pitfalls(setup)
 
 
 async def _before(work: asyncio.Future[Any], end: asyncio.Task[bool]) -> bool:

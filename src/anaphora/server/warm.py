@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 
 from anaphora.errors import ConfigError, InvalidRequest, NotFound
+from anaphora.pitfalls import Setup, pitfalls
 from anaphora.server.prefixes import keep
 from anaphora.server.protocol import Body, ChatPrefix, TextPrefix, parse
 from anaphora.server.service import Call, Service
@@ -79,14 +80,17 @@ def _entry(where: str, value: Any) -> Entry:
 async def warm_up(service: Service, entries: list[Entry]) -> None:
     """Compute and pin them, one after another. ConfigError names the entry that cannot be kept."""
     began = time.monotonic()
-    tokens = 0
+    tokens, block = 0, service.info.model.block_size
     for entry in entries:
         try:
             service.model_name(entry.body.model)
             call = Call(entry.body, entry.plain, "--warm", time.monotonic(), None)
-            tokens += sum(report.tokens for report in await keep(service, call))
+            reports = await keep(service, call)
         except (InvalidRequest, NotFound) as error:
             raise ConfigError(f"{entry.where}: {error.message}") from None
+        tokens += sum(report.tokens for report in reports)
+        for pitfall in pitfalls(Setup(exact=True, block_size=block, system_tokens=min(r.tokens for r in reports))):
+            logger.warning("%s: %s", entry.where, pitfall)
     logger.info(
         "warmed and pinned %d prefixes of %d tokens in %.1f s; %d of %d KV blocks are pinned",
         *(len(entries), tokens, time.monotonic() - began),

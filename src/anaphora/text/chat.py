@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 from collections.abc import Sequence
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -29,9 +30,10 @@ class ChatTemplate:
     where it does not compile.
     """
 
-    def __init__(self, source: str, special_tokens: dict[str, str]) -> None:
+    def __init__(self, source: str, special_tokens: dict[str, str], now: datetime | None = None) -> None:
         self.source = source
         self._special_tokens = special_tokens
+        self._now = now
         try:
             self._run([], {})
         except sandbox.SyntaxInvalid as error:
@@ -116,7 +118,11 @@ class ChatTemplate:
     def _run(self, messages: list[Message], variables: dict[str, Any]) -> str:
         defaults: dict[str, Any] = {"tools": None, "documents": None, "add_generation_prompt": False}
         merged = {**self._special_tokens, **defaults, **variables, "messages": messages}
-        return sandbox.shared().render(self.source, merged)
+        return sandbox.shared().render(self.source, merged, self._now)
+
+    def at(self, now: datetime) -> ChatTemplate:
+        """The same template, which takes ``now`` for the present."""
+        return ChatTemplate(self.source, self._special_tokens, now)
 
     def _render(self, messages: list[Message], variables: dict[str, Any]) -> str:
         try:

@@ -1,7 +1,8 @@
 """The process that renders chat templates: ``python -m anaphora.text.renderer SECONDS``.
 
-Each line of standard input is a JSON object ``{source, variables}``; each line of standard output answers one with
-``{text}`` or ``{error, syntax, refused}``. Jinja is set up as transformers does it.
+Each line of standard input is a JSON object ``{source, variables, now}``; each line of standard output answers one with
+``{text}`` or ``{error, syntax, refused}``. Jinja is set up as transformers does it. ``now`` is the ISO time that the
+template is told, null for the real one.
 """
 
 from __future__ import annotations
@@ -58,8 +59,14 @@ def _raise_exception(message: str) -> None:
     raise _Refused(message)
 
 
-def _strftime_now(format: str) -> str:
-    return datetime.now().strftime(format)
+class _Clock:
+    """What the template that is being rendered sees as the present."""
+
+    now: datetime | None = None
+
+    @classmethod
+    def strftime(cls, format: str) -> str:
+        return (cls.now or datetime.now()).strftime(format)
 
 
 def _tojson(
@@ -80,7 +87,7 @@ def _environment() -> ImmutableSandboxedEnvironment:
     environment.filters["tojson"] = _tojson
     environment.globals |= {
         "raise_exception": _raise_exception,
-        "strftime_now": _strftime_now,
+        "strftime_now": _Clock.strftime,
         "namespace": _Namespace,
         "dict": lambda *args, **kwargs: dict(*args, **kwargs),
     }
@@ -92,7 +99,8 @@ def _compiled(source: str) -> jinja2.Template:
     return _environment().from_string(source)
 
 
-def _answer(source: str, variables: dict[str, Any]) -> dict[str, Any]:
+def _answer(source: str, variables: dict[str, Any], now: str | None) -> dict[str, Any]:
+    _Clock.now = None if now is None else datetime.fromisoformat(now)
     try:
         chunks: list[str] = []
         length = 0

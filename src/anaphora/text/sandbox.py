@@ -15,6 +15,7 @@ import signal
 import subprocess
 import sys
 import threading
+from datetime import datetime
 from typing import Any
 
 CPU_SECONDS = 2.0
@@ -41,9 +42,13 @@ class Sandbox:
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
 
-    def render(self, source: str, variables: dict[str, Any]) -> str:
-        """Render a template. RenderError says why it cannot be; TypeError that the variables are no JSON values."""
-        line = json.dumps({"source": source, "variables": variables}).encode() + b"\n"
+    def render(self, source: str, variables: dict[str, Any], now: datetime | None = None) -> str:
+        """Render a template, at ``now`` where it asks for the time.
+
+        RenderError says why it cannot be; TypeError that the variables are no JSON values.
+        """
+        told = None if now is None else now.isoformat()
+        line = json.dumps({"source": source, "variables": variables, "now": told}).encode() + b"\n"
         with self._lock:
             answer = json.loads(self._exchange(line))
         if "text" in answer:

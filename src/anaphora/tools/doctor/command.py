@@ -11,7 +11,8 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
 from anaphora.errors import ConfigError
-from anaphora.tools.doctor import fix, heads, live_command, template, terminal
+from anaphora.text import habits
+from anaphora.tools.doctor import fix, heads, live_command, serve_flags, template, terminal
 from anaphora.tools.doctor.diagnose import Diagnosis, diagnose
 from anaphora.tools.doctor.load import Log, load, load_model
 from anaphora.tools.doctor.options import DoctorOptions, ExplainOptions
@@ -29,6 +30,8 @@ def main(options: DoctorOptions) -> int:
             raise ConfigError(f"{name} is a folder: name a file")
     if options.is_server:
         return _server(options)
+    if options.serve_flags is not None:
+        return _serve_flags(options)
     if options.template is not None:
         return _template(options.template, options.json)
     prices = read_prices(options.prices) if options.prices else {}
@@ -65,13 +68,36 @@ def explain(options: ExplainOptions) -> int:
     return 0
 
 
+def _serve_flags(options: DoctorOptions) -> int:
+    """Examine a server's command line, with a log for what its prompts are like; 1 where something is wrong."""
+    console = Console()
+    typed, found, notes = serve_flags.examine(options, load_model(options.model, options.chat_template))
+    lines = [("breaks" if pitfall.breaks else "note", str(pitfall)) for pitfall in found]
+    lines += [("breaks", said) for said in typed.unknown]
+    lines += [("note", said) for said in notes]
+    console.print(f"{typed.engine} serve, {len(typed.flags)} flags", highlight=False, markup=False)
+    for word, said in lines or [("good", "nothing that breaks reuse or memory")]:
+        console.print(Text(f"{word:8}", style=_STYLES[word]) + Text(said))
+    if options.json:
+        data = {
+            "engine": typed.engine,
+            "model": typed.model,
+            "flags": typed.flags,
+            "warnings": found,
+            "unknown": typed.unknown,
+            "notes": notes,
+        }
+        _write(options.json, msgspec.json.format(msgspec.json.encode(data), indent=2).decode() + "\n")
+    return 1 if any(word == "breaks" for word, _ in lines) else 0
+
+
 def _template(name: str, json: str | None) -> int:
     """Play a template; 1 where a turn does not extend the one before it."""
     console = Console()
-    checks = template.examine(template.load_template(name))
+    checks = habits.examine(template.load_template(name))
     for check in checks:
         word = "good" if not check.problem else "breaks" if check.breaks else "note"
-        said = f"{check.name}: {check.problem}" if check.problem else check.name
+        said = f"{check.name}: {check.problem}. Mend: {check.mend}" if check.problem else check.name
         console.print(Text(f"{word:8}", style=_STYLES[word]) + Text(said))
         for title, text in (("before", check.before), ("after", check.after)):
             if text:

@@ -27,6 +27,11 @@ class DoctorOptions:
     template: str | None = option(
         None, "examine a chat template (a file, or a model folder) instead of a log", metavar="FILE|MODEL"
     )
+    serve_flags: str | None = option(
+        None,
+        "examine a command line of vllm serve or anaphora serve, as typed, instead of a log or with one",
+        metavar="TEXT",
+    )
     prices: str | None = option(None, "JSON with money a million tokens: in, cached, out", metavar="FILE")
     per_day: int | None = option(None, "requests a day, for what a break costs a day", metavar="N")
     gpu_hour_price: float | None = option(None, "price of one machine for an hour", metavar="PRICE")
@@ -47,8 +52,10 @@ class DoctorOptions:
     def __post_init__(self) -> None:
         if self.is_server:
             self._check_server()
-        if self.log is None and self.template is None:
-            raise ConfigError("name a log (- for standard input), or a template by --template")
+        if self.log is None and self.template is None and self.serve_flags is None:
+            raise ConfigError(
+                "name a log (- for standard input), a template by --template or a command line by --serve-flags"
+            )
         if self.block_size < 1:
             raise ConfigError(f"--block-size must be at least 1, got {self.block_size}")
         for name in ("per_day", "gpu_hour_price", "prefill_rate", "cache_tokens"):
@@ -59,7 +66,10 @@ class DoctorOptions:
             raise ConfigError(f"--min-hit-rate must be a share from 0 to 1, got {self.min_hit_rate}")
 
     def _check_server(self) -> None:
-        for_logs = ("model", "chat_template", "cache_tokens", "heads", "fix", "template", "prices", "per_day", "html")
+        for_logs = (
+            *("model", "chat_template", "cache_tokens", "heads", "fix", "template", "serve_flags", "prices", "per_day"),
+            "html",
+        )
         for name in for_logs:
             if getattr(self, name):
                 flag = "--" + name.replace("_", "-")
