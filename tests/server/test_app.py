@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import json
+import re
 import signal
 import socket
 import subprocess
@@ -69,6 +70,7 @@ def until(condition: Callable[[], bool]) -> None:
 
 def test_the_start_says_what_fits(server: RunningServer) -> None:
     start = "".join(server.log)
+    assert re.search(r"INFO loading tiny from \S+model: the weights, then the cache and a first step\n", start)
     assert "num_gpu_blocks=256, block_size=16, 4,080 tokens fit" in start
     assert "1.00 requests of the full 4,080 tokens fit at once" in start
 

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import json
 import statistics
 from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from anaphora.errors import AnaphoraError, ConfigError
 from anaphora.tools.bench import BenchOptions, run
+from anaphora.tools.bench.bars import UNKNOWN_LENGTH, Sending, bars
 from anaphora.tools.bench.client import Planned, Sample, Server, read_counters
 from anaphora.tools.bench.figures import (
     Prices,
@@ -24,6 +27,7 @@ from anaphora.tools.bench.figures import (
     percentile,
     ttft,
 )
+from anaphora.tools.bench.workloads import Session
 from tests.tools.fake_server import MODEL, Fake, render, serving, words
 from tests.tools.test_bench_workloads import simulate
 
@@ -227,8 +231,63 @@ def test_the_role_event_is_not_the_first_token() -> None:
     assert first >= 0.25
     between = itl(sample)
     assert between is not None
-    assert between >= 0.01
+    assert between == pytest.approx((sample.last - sample.first) / 4)
     assert (sample.prompt_tokens, sample.output_tokens, sample.pieces) == (len(render(CHAT["messages"])), 5, 5)
+
+
+@pytest.mark.parametrize("rounds", [1, 2])
+def test_the_head_speaks_of_a_median_only_of_several_rounds(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], rounds: int
+) -> None:
+    compare(tmp_path, Fake(caching=False), Fake(), rounds=rounds, html=str(tmp_path / "page.html"))
+    head = " ".join(capsys.readouterr().out.split("prefill, mean")[0].split())
+    assert ("median of 2 rounds (smallest–largest)" in head) == (rounds == 2)
+    assert ("6 requests, concurrency 1; 1 round" in head) == (rounds == 1)
+    page = (tmp_path / "page.html").read_text()
+    assert ("median over the rounds, with" in page) == ("alternated" in page) == (rounds == 2)
+
+
+def test_a_days_hours_are_shown_only_where_they_differ_from_those_at_full_load(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for per_day, rate in ((100_000, None), (50_000, None), (100_000, 50.0)):
+        compare(tmp_path, Fake(caching=False), Fake(), per_day=per_day, rate=rate)
+        said = " ".join(capsys.readouterr().out.split())
+        assert ("hours a day" in said.split("cost ratio")[0]) == ((per_day, rate) != (100_000, None))
+        assert ("the busy hours of a day too" in said) == ((per_day, rate) == (100_000, None))
+
+
+def test_bars_count_tokens_and_name_what_is_known_of_the_servers(tmp_path: Path) -> None:
+    options = BenchOptions(**SMALL, off_url="http://a", on_url="http://b")
+    assert options.names == {"off": "off URL", "on": "on URL"}
+    assert BenchOptions(**SMALL, url="http://a").names == {"on": "server"}
+    assert BenchOptions(**SMALL).names == {"off": "cache off", "on": "cache on"}
+    planned = [Planned(CHAT, out=10), Planned(CHAT, out=None)]
+    progress = bars(Console(file=io.StringIO()))
+    sending = Sending(progress, "round 1", [Session(tuple(planned), burst=0)])
+    (task,) = progress.tasks
+    assert (task.total, task.fields["count"]) == (10 + UNKNOWN_LENGTH, "0/2 requests")
+    for _ in range(7):
+        sending.heard("word")
+    assert task.completed == 7
+    sending.done(Sample(planned[0], 0.0, pieces=7))
+    assert (task.completed, task.fields["count"]) == (10, "1/2 requests")
+    for _ in range(UNKNOWN_LENGTH + 20):
+        sending.heard("word")
+    sending.done(Sample(planned[1], 0.0, pieces=UNKNOWN_LENGTH + 20))
+    assert task.completed == task.total
+
+
+def test_pages_say_of_servers_at_urls_only_what_is_known(tmp_path: Path) -> None:
+    html = tmp_path / "page.html"
+    compare(tmp_path, Fake(caching=False), Fake(), html=str(html))
+    assert "off URL" in html.read_text()
+    assert "cache on<" not in html.read_text()
+    with serving(Fake()) as fake:
+        measure(tmp_path, url=fake.url, html=str(html))
+    page = html.read_text()
+    assert ">server<" in page
+    assert not any(claim in page for claim in ("Both sides", "cache on", "cache off", "off and on"))
 
 
 def test_completions_are_followed_too() -> None:

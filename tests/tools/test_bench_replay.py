@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 
 from anaphora.errors import ConfigError
-from anaphora.tools.bench import BenchOptions, run
+from anaphora.tools.bench import BenchOptions, fleet, run
 from anaphora.tools.bench.replay import read_airline, read_log
 from tests.tools.fake_server import Fake, render, serving
 
@@ -106,6 +106,23 @@ def test_empty_and_absent_logs_are_named(tmp_path: Path) -> None:
         read_log(str(tmp_path / "absent"), None, False)
     with pytest.raises(ConfigError, match="--data"):
         read_airline(str(tmp_path), 3)
+
+
+@pytest.mark.parametrize("options", [{"log": "absent.jsonl"}, {"log": "bad.jsonl"}, {"workload": "agent", "data": "."}])
+def test_a_bad_log_is_told_before_a_server_is_started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
+) -> None:
+    def start(*_: object) -> NoReturn:
+        raise AssertionError("a server was started")
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(fleet, "OwnServer", start)
+    Path("bad.jsonl").write_text('{"messages": [{"role": "user", "content": "x"}]}\nnonsense\n')
+    with pytest.raises(ConfigError, match=r"absent\.jsonl|bad\.jsonl, line 2|--data"):
+        run(BenchOptions(**options))
+    Path("good.jsonl").write_text('{"messages": [{"role": "user", "content": "x"}]}\n')
+    with pytest.raises(AssertionError, match="started"):
+        run(BenchOptions(log="good.jsonl"))
 
 
 def test_requests_beyond_the_window_are_left_out_and_counted(tmp_path: Path) -> None:

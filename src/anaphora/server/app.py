@@ -40,6 +40,8 @@ from anaphora.types import EngineInfo
 
 logger = logging.getLogger("anaphora.server")
 
+STILL_LOADING_S = 30
+
 
 class Source(Protocol):
     """A resolved model (model.source.ModelSource)."""
@@ -116,8 +118,10 @@ async def _serve(
     began = time.monotonic()
     ending = Ending()
     told = asyncio.create_task(ending.told.wait())
+    logger.info("loading %s", _what_takes_time(source))
     starting = asyncio.create_task(EngineClient.start(config))
     loading = asyncio.create_task(asyncio.to_thread(load_text, source.folder, config))
+    patience = asyncio.create_task(_say_that_it_takes_long(source.name))
 
     def on_signal(number: int) -> None:
         ending.signal(number)
@@ -130,6 +134,7 @@ async def _serve(
         if not await _before(asyncio.gather(starting, loading), told):
             logger.info("%s: ended before the engine was ready", ending.why)
             return
+        patience.cancel()
         client, text = starting.result(), loading.result()
         names = Names(config.model.served_model_name or (source.name,), source.name)
         service = Service(client, text, names, server_config, cache_settings(config, client))
@@ -154,6 +159,7 @@ async def _serve(
             service.close()
     finally:
         told.cancel()
+        patience.cancel()
         await _close(starting)
         logger.info("ended")
 
@@ -177,6 +183,20 @@ def _pitfalls(config: EngineConfig, info: EngineInfo, text: TextSide) -> list[Pi
         template=tuple((check.problem, check.mend) for check in checks if check.problem and check.breaks),
     )
     return pitfalls(setup)
+
+
+def _what_takes_time(source: Source) -> str:
+    size = sum(file.stat().st_size for file in source.folder.glob("*.safetensors"))
+    weights = f"{size / 2**30:.2f} GiB of weights" if size else "the weights"
+    return f"{source.name} from {source.folder}: {weights}, then the cache and a first step"
+
+
+async def _say_that_it_takes_long(name: str) -> None:
+    waited = 0
+    while True:
+        await asyncio.sleep(STILL_LOADING_S)
+        waited += STILL_LOADING_S
+        logger.info("still loading %s, for %d s", name, waited)
 
 
 async def _before(work: asyncio.Future[Any], end: asyncio.Task[bool]) -> bool:

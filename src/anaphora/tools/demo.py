@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import secrets
 import sys
+import time
 from collections.abc import Callable
 
 from rich.console import Console
+from rich.live import Live
 from rich.text import Text
 
 from anaphora.errors import AnaphoraError
@@ -16,7 +18,7 @@ from anaphora.tools.bench.figures import ttft
 from anaphora.tools.bench.servers import OwnServer, end_on_terminate
 from anaphora.tools.bench.workloads import Maker, Shape
 
-SHAPE = Shape(shared=2300, own=120, out=16)
+SHAPE = Shape(shared=2300, own=120, out=40)
 BAR_WIDTH = 48
 CACHED, COMPUTED = "green", "red"
 
@@ -58,9 +60,29 @@ def bar(sample: Sample) -> Text:
     )
 
 
+async def ask(server: Server, console: Console, prompt: str) -> Sample:
+    """Send it; the answer shows as it comes, behind a clock that runs to the first token and stops there."""
+    begun, written = time.perf_counter(), ""
+    first: float | None = None
+
+    def shown() -> Text:
+        seconds = time.perf_counter() - begun if first is None else first
+        clock = f"   {seconds:.1f} s  " if first is None else f"   {seconds:.2f} s  "
+        return Text.assemble((clock, "bold"), (" ".join(written.split()), "dim"), no_wrap=True, overflow="ellipsis")
+
+    def heard(text: str) -> None:
+        nonlocal first, written
+        first = time.perf_counter() - begun if first is None else first
+        written += text
+
+    with Live(get_renderable=shown, console=console, refresh_per_second=10, transient=True):
+        return await server.send(Planned({"prompt": prompt}, SHAPE.out), heard=heard)
+
+
 async def tell(server: Server, console: Console) -> list[Sample]:
     """Send the four requests, one after the other, and print each as it went. Raises AnaphoraError where one fails."""
-    sessions = await Maker(server, SHAPE, secrets.token_hex(4)).sessions(len(STEPS), lambda made: None)
+    with console.status(f"writing {len(STEPS)} prompts …"):
+        sessions = await Maker(server, SHAPE, secrets.token_hex(4)).sessions(len(STEPS), lambda made: None)
     console.print(
         f"A system prompt of about {SHAPE.shared:,} tokens and a question of {SHAPE.own} for {server.model}.\n"
     )
@@ -69,7 +91,7 @@ async def tell(server: Server, console: Console) -> list[Sample]:
         console.print(f"[bold]{number}. {name}[/bold]: {story}", highlight=False)
         # As plain text: a chat template would put its own first tokens, which are always the same, before the id.
         prompt = "\n\n".join(message["content"] for message in session.requests[0].body["messages"])
-        sample = await server.send(Planned({"prompt": change(prompt)}, SHAPE.out))
+        sample = await ask(server, console, change(prompt))
         seconds = ttft(sample)
         if sample.error or seconds is None:
             raise AnaphoraError(f"the server failed the request: {sample.error or 'it sent no text'}")
@@ -89,10 +111,10 @@ def summary(samples: list[Sample]) -> str:
 
 async def run(console: Console) -> None:
     end_on_terminate()
-    console.print("[dim]starting anaphora serve …[/dim]")
     own = OwnServer(None, caching=True)
     try:
-        seconds = await own.ready()
+        with console.status("starting anaphora serve: reading the model, then a first step …"):
+            seconds = await own.ready()
         console.print(f"[dim]ready after {seconds:.0f} s at {own.url}[/dim]\n", highlight=False)
         server = Server(own.url)
         try:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,6 +17,9 @@ from anaphora.observe.scrape import Growth, hits, parse
 TIMEOUT = httpx.Timeout(30, read=900)
 _PREFILL = "vllm:request_prefill_time_seconds"
 WARM_UP = "Name three rivers of Europe, and say in one sentence through which countries each of them flows."
+
+
+Heard = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,14 +179,14 @@ class Server:
         except (httpx.HTTPError, ValueError):
             return None
 
-    async def send(self, planned: Planned, salt: str | None = None) -> Sample:
-        """Stream one answer. Whatever goes wrong is in ``error``; nothing is raised."""
+    async def send(self, planned: Planned, salt: str | None = None, heard: Heard | None = None) -> Sample:
+        """Stream one answer; ``heard`` gets each piece of it. What goes wrong is in ``error``; nothing is raised."""
         body = self._complete(planned, salt)
         sample = Sample(planned, started=time.perf_counter())
         try:
             async with self._http.stream("POST", planned.path, json=body) as response:
                 if response.is_success:
-                    await _follow(response.aiter_lines(), sample)
+                    await _follow(response.aiter_lines(), sample, heard)
                 else:
                     sample.error = (
                         f"HTTP {response.status_code}: {(await response.aread()).decode(errors='replace'):.300}"
@@ -211,7 +214,7 @@ def describe(error: Exception) -> str:
     return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
 
 
-async def _follow(lines: AsyncIterator[str], sample: Sample) -> None:
+async def _follow(lines: AsyncIterator[str], sample: Sample, heard: Heard | None) -> None:
     """Read server-sent events into ``sample``. The first token is the first event that carries content."""
     ended = False
     async for line in lines:
@@ -232,10 +235,12 @@ async def _follow(lines: AsyncIterator[str], sample: Sample) -> None:
             return
         _read_usage(event.get("usage"), sample)
         for choice in event.get("choices") or ():
-            if _has_content(choice):
+            if content := _content(choice):
                 sample.first = sample.first or now
                 sample.last = now
                 sample.pieces += 1
+                if heard is not None:
+                    heard(content)
             if choice.get("finish_reason") is not None:
                 ended, sample.last = True, now
                 if choice["finish_reason"] in ("error", "abort"):
@@ -244,15 +249,14 @@ async def _follow(lines: AsyncIterator[str], sample: Sample) -> None:
         sample.error = sample.error or "the stream ended without a finish reason"
 
 
-def _has_content(choice: dict[str, Any]) -> bool:
+def _content(choice: dict[str, Any]) -> str:
+    """What an event adds to the answer: its text, or the tool calls as they stand there."""
     delta = choice.get("delta") or {}
-    return bool(
-        choice.get("text")
-        or delta.get("content")
-        or delta.get("reasoning_content")
-        or delta.get("reasoning")
-        or delta.get("tool_calls")
+    fields = (
+        choice.get("text"),
+        *(delta.get(name) for name in ("content", "reasoning_content", "reasoning", "tool_calls")),
     )
+    return next((str(field) for field in fields if field), "")
 
 
 def _read_usage(usage: dict[str, Any] | None, sample: Sample) -> None:

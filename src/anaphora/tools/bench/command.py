@@ -8,11 +8,11 @@ from pathlib import Path
 
 import msgspec
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from anaphora.errors import ConfigError
 from anaphora.tools.bench import load, replay, workloads
-from anaphora.tools.bench.client import Sample, Server
+from anaphora.tools.bench.bars import Making, Sending, bars
+from anaphora.tools.bench.client import Server
 from anaphora.tools.bench.figures import Round
 from anaphora.tools.bench.fleet import Fleet
 from anaphora.tools.bench.options import BenchOptions
@@ -24,7 +24,6 @@ from anaphora.tools.bench.workloads import Session
 DEFAULT_REQUESTS = 16
 SETTLE_SECONDS = 0.3
 TERMINATED = 128 + 15
-_NAMES = {"off": "cache off", "on": "cache on"}
 
 
 def main(options: BenchOptions) -> int:
@@ -65,9 +64,10 @@ class Run:
 
     async def measure(self) -> Report:
         end_on_terminate()
-        columns = (TextColumn("{task.description:32}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+        if self.options.replay:
+            self._recorded(None)  # what is wrong with the log is told before a server is started
         try:
-            with Progress(*columns, console=self.console) as self.progress:
+            with bars(self.console) as self.progress:
                 await self._rounds()
                 for concurrency in self.options.sweep:
                     await self._sweep(concurrency)
@@ -117,37 +117,34 @@ class Run:
         self.report.learn(server)
         wanted = count or options.requests or DEFAULT_REQUESTS
         if options.replay:
-            if options.log is None:
-                sessions = replay.read_airline(options.data, wanted)
-            else:
-                sessions = replay.read_log(options.log, options.out, options.timing)[: count or options.requests]
+            sessions = self._recorded(count)
             sessions, self.report.skipped = await replay.prepare(sessions, server, options.out)
             if not sessions:
                 raise ConfigError(f"no request of the log fits the server's window of {server.window} tokens")
         else:
-            task = self.progress.add_task(f"{title}: prompts", total=wanted)
+            making = Making(self.progress, f"{title}: prompts", wanted)
             maker = workloads.Maker(server, workloads.shape_of(options), seed)
-            sessions = await maker.sessions(wanted, lambda made: self.progress.advance(task, made))
+            sessions = await maker.sessions(wanted, making.made)
         return load.arrivals(sessions, options.rate, seed) if options.rate else sessions
+
+    def _recorded(self, count: int | None) -> list[Session]:
+        """The requests of the log, at most ``count``."""
+        options = self.options
+        if options.log is None:
+            return replay.read_airline(options.data, count or options.requests or DEFAULT_REQUESTS)
+        return replay.read_log(options.log, options.out, options.timing)[: count or options.requests]
 
     async def _send(self, side: str, title: str, sessions: list[Session], concurrency: int) -> Round:
         server, own = await self.fleet.get(side), self.fleet.own.get(side)
         self.report.learn(server, side)
-        total = sum(len(session.requests) for session in sessions)
-        task = self.progress.add_task(f"{title}: {_NAMES[side]}", total=total)
-
-        def done(sample: Sample) -> None:
-            self.progress.advance(task)
-            if sample.error:
-                self.progress.console.print(f"[red]failed:[/red] {sample.error}", highlight=False)
-
+        watch = Sending(self.progress, f"{title}: {self.options.names[side]}", sessions)
         salt = f"bench-{self.report.seed}-{title}" if self.options.replay else None
         recorded = len(own.prefill_times()) if own else 0
         before = await server.counters()
         if self.options.rate or self.options.timing:
-            samples = await load.open_loop(server, sessions, done, salt)
+            samples = await load.open_loop(server, sessions, watch, salt)
         else:
-            samples = await load.closed_loop(server, sessions, concurrency, done, salt)
+            samples = await load.closed_loop(server, sessions, concurrency, watch, salt)
         await asyncio.sleep(SETTLE_SECONDS)
         after = await server.counters()
         return Round(samples, before, after, own.prefill_times()[recorded:] if own else [])

@@ -5,17 +5,23 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
+from typing import Protocol
 
 from anaphora.tools.bench.client import Sample, Server
 from anaphora.tools.bench.workloads import Session
 
-Done = Callable[[Sample], None]
+
+class Watch(Protocol):
+    """Who is told while requests run: ``heard`` each piece of an answer, ``done`` each request that has ended."""
+
+    def heard(self, text: str) -> None: ...
+    def done(self, sample: Sample) -> None: ...
 
 
 async def closed_loop(
-    server: Server, sessions: Sequence[Session], concurrency: int, done: Done, salt: str | None = None
+    server: Server, sessions: Sequence[Session], concurrency: int, watch: Watch, salt: str | None = None
 ) -> list[Sample]:
     """``concurrency`` workers take sessions in order; the samples in the order of the sessions."""
     waiting = iter(enumerate(sessions))
@@ -23,7 +29,7 @@ async def closed_loop(
 
     async def work() -> None:
         for index, session in waiting:
-            found[index] = await _follow(server, session, done, salt)
+            found[index] = await _follow(server, session, watch, salt)
 
     async with asyncio.TaskGroup() as group:
         for _ in range(min(concurrency, len(sessions))):
@@ -31,24 +37,24 @@ async def closed_loop(
     return [sample for index in sorted(found) for sample in found[index]]
 
 
-async def open_loop(server: Server, sessions: Sequence[Session], done: Done, salt: str | None = None) -> list[Sample]:
+async def open_loop(server: Server, sessions: Sequence[Session], watch: Watch, salt: str | None = None) -> list[Sample]:
     """Each session starts ``at`` seconds after the beginning."""
     begun = time.perf_counter()
 
     async def start(session: Session) -> list[Sample]:
         await asyncio.sleep(session.at - (time.perf_counter() - begun))
-        return await _follow(server, session, done, salt)
+        return await _follow(server, session, watch, salt)
 
     async with asyncio.TaskGroup() as group:
         tasks = [group.create_task(start(session)) for session in sessions]
     return [sample for task in tasks for sample in task.result()]
 
 
-async def _follow(server: Server, session: Session, done: Done, salt: str | None) -> list[Sample]:
+async def _follow(server: Server, session: Session, watch: Watch, salt: str | None) -> list[Sample]:
     samples = []
     for planned in session.requests:
-        samples.append(await server.send(planned, salt))
-        done(samples[-1])
+        samples.append(await server.send(planned, salt, watch.heard))
+        watch.done(samples[-1])
     return samples
 
 

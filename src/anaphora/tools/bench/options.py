@@ -109,6 +109,13 @@ class BenchOptions:
         return self.url is not None or self.off_url is not None
 
     @property
+    def names(self) -> dict[str, str]:
+        """What to call the sides. Of servers behind a URL only the URL's flag is known, not whether they cache."""
+        if self.url is not None:
+            return {"on": "server"}
+        return {"off": "off URL", "on": "on URL"} if self.remote else {"off": "cache off", "on": "cache on"}
+
+    @property
     def replay(self) -> bool:
         """Whether the prompts come from a log."""
         return self.log is not None or self.workload == "agent"

@@ -16,10 +16,10 @@ WIDTH, HEIGHT = 640, 260
 LEFT, RIGHT, TOP, BOTTOM = 64, 20, 16, 44
 BAR, BAR_LEFT, BAR_ROOM = 30, 90, 110
 COLORS = {"off": "#b4552d", "on": "#1f7a6d"}
-NAMES = {"off": "cache off", "on": "cache on"}
 PARTS = (("waiting", "#c9c4b8"), ("prefill", "#b4552d"), ("decode", "#4a6fa5"))
 
 Scale = Callable[[float], float]
+Names = dict[str, str]
 
 
 def render_page(report: Report) -> str:
@@ -31,7 +31,7 @@ def render_page(report: Report) -> str:
         data=data,
         rows=report.rows(),
         sides=sides,
-        names={"on": "server"} if report.options.url else NAMES,
+        names=report.options.names,
         notes=report.notes(),
         own=not report.options.remote,
         charts=[chart for chart in _charts(report, sides) if chart],
@@ -42,11 +42,12 @@ def _charts(report: Report, sides: Sequence[str]) -> list[dict[str, Any] | None]
     figures = {side: report.figures(side)[0] for side in sides}
     times = {side: sorted(known([ttft(s) for seen in report.rounds[side] for s in seen.good])) for side in sides}
     spread = {side: report.figures(side)[1].get("requests_per_s") for side in sides}
+    names = report.options.names
     return [
-        _distribution(times),
-        _rates(figures, spread),
-        _shares(figures),
-        _sweep(report.sweep_rows(), sides),
+        _distribution(times, names),
+        _rates(figures, spread, names),
+        _shares(figures, names),
+        _sweep(report.sweep_rows(), sides, names),
     ]
 
 
@@ -81,7 +82,7 @@ def _lines(title: str, x_title: str, y_title: str, x: tuple[float, float], y_top
     }
 
 
-def _distribution(times: dict[str, list[float]]) -> dict[str, Any] | None:
+def _distribution(times: dict[str, list[float]], names: Names) -> dict[str, Any] | None:
     """Share of the requests whose first token was there after so many seconds."""
     if not any(times.values()):
         return None
@@ -95,12 +96,12 @@ def _distribution(times: dict[str, list[float]]) -> dict[str, Any] | None:
             points += [(value, 100 * index / len(values)), (value, 100 * (index + 1) / len(values))]
         points.append((longest * 1.03, 100 if values else 0))
         chart["lines"].append(
-            {"name": NAMES[side], "color": COLORS[side], "points": chart["place"](points), "dots": False}
+            {"name": names[side], "color": COLORS[side], "points": chart["place"](points), "dots": False}
         )
     return chart
 
 
-def _sweep(rows: list[dict[str, Any]], sides: Sequence[str]) -> dict[str, Any] | None:
+def _sweep(rows: list[dict[str, Any]], sides: Sequence[str], names: Names) -> dict[str, Any] | None:
     """Prefill by concurrency; where the server does not tell it, the time to first token."""
     told = all(row[side]["prefill_p50_s"] is not None for row in rows for side in sides)
     key, name = ("prefill_p50_s", "prefill") if told else ("ttft_p50_s", "time to first token")
@@ -114,7 +115,7 @@ def _sweep(rows: list[dict[str, Any]], sides: Sequence[str]) -> dict[str, Any] |
     chart = _lines(title, "requests at once", f"{name} p50, seconds", (places[0], places[-1]), top)
     for side, line in found.items():
         chart["lines"].append(
-            {"name": NAMES[side], "color": COLORS[side], "points": chart["place"](line), "dots": True}
+            {"name": names[side], "color": COLORS[side], "points": chart["place"](line), "dots": True}
         )
     return chart
 
@@ -124,7 +125,9 @@ def _bars(title: str, top: float, count: int) -> tuple[dict[str, Any], Scale]:
     return chart, _linear(0, top, BAR_LEFT, WIDTH - BAR_ROOM)
 
 
-def _rates(figures: dict[str, Figures], spread: dict[str, tuple[float, float] | None]) -> dict[str, Any] | None:
+def _rates(
+    figures: dict[str, Figures], spread: dict[str, tuple[float, float] | None], names: Names
+) -> dict[str, Any] | None:
     rates = {side: rate for side, found in figures.items() if (rate := found.get("requests_per_s"))}
     if not rates:
         return None
@@ -135,7 +138,7 @@ def _rates(figures: dict[str, Figures], spread: dict[str, tuple[float, float] | 
         part = {"x": BAR_LEFT, "width": across(rate) - BAR_LEFT, "color": COLORS[side], "tip": "median over the rounds"}
         chart["bars"].append(
             {
-                "name": NAMES[side],
+                "name": names[side],
                 "y": 14 + index * (BAR + 14),
                 "parts": [part],
                 "whisker": (across(ends[0]), across(ends[1])),
@@ -146,7 +149,7 @@ def _rates(figures: dict[str, Figures], spread: dict[str, tuple[float, float] | 
     return chart
 
 
-def _shares(figures: dict[str, Figures]) -> dict[str, Any] | None:
+def _shares(figures: dict[str, Figures], names: Names) -> dict[str, Any] | None:
     """The mean request, cut into waiting, prefill and decode."""
     cut = {side: parts for side, found in figures.items() if (parts := _cut(found))}
     if not cut:
@@ -162,7 +165,7 @@ def _shares(figures: dict[str, Figures]) -> dict[str, Any] | None:
             at += length
         chart["bars"].append(
             {
-                "name": NAMES[side],
+                "name": names[side],
                 "y": 14 + index * (BAR + 14),
                 "parts": segments,
                 "whisker": None,

@@ -13,6 +13,7 @@ from rich.table import Table
 from anaphora.tools.bench import judge
 from anaphora.tools.bench.client import Server
 from anaphora.tools.bench.figures import (
+    PER,
     Figures,
     Prices,
     Round,
@@ -121,10 +122,13 @@ class Report:
     def notes(self) -> list[str]:
         """What the figures mean here, for the foot of the table and for the page."""
         found = [judge.CPU_NOTE] if self.on_cpu else []
-        if self._closed:
-            found.append("Hours at full load are those of 100,000 requests at the measured rate, without a pause.")
         hours = [self.figures(side)[0].get("busy_hours_per_day") for side in ("off", "on") if self.rounds[side]]
-        day = f"Busy hours are for {self.options.per_day:,} requests a day"
+        full = f"Hours at full load are those of {PER:,} requests at the measured rate, without a pause"
+        if self._day_is_full_load:
+            day = f"{full}; for as many requests a day (--per-day) they are the busy hours of a day too"
+        else:
+            found += [f"{full}."] if self.closed else []
+            day = f"Busy hours are for {self.options.per_day:,} requests a day"
         if any(hour is not None and hour > 24 for hour in hours):
             machines = " and ".join("?" if hour is None else f"{math.ceil(hour / 24)}" for hour in hours)
             day += f"; above 24 they need several machines, at least {machines} here"
@@ -183,7 +187,7 @@ class Report:
         samples = [sample for seen in rounds for sample in seen.samples]
         return {
             "requests": len(rounds[0].samples),
-            "concurrency": self.options.concurrency if self._closed else peak_in_flight(rounds[0].samples),
+            "concurrency": self.options.concurrency if self.closed else peak_in_flight(rounds[0].samples),
             "rate": self.options.rate,
             **middle,
             "hit_rate_source": token_hit_rate(rounds[-1])[1],
@@ -197,13 +201,19 @@ class Report:
         }
 
     @property
-    def _closed(self) -> bool:
+    def closed(self) -> bool:
+        """Whether so many requests were in flight at once, whenever they ended (no arrival times)."""
         return self.options.rate is None and not self.options.timing
+
+    @property
+    def _day_is_full_load(self) -> bool:
+        """Whether a day's requests are as many as those that the hours at full load are for."""
+        return self.closed and self.options.per_day == PER
 
     def label(self, key: str, label: str) -> str:
         hours = "machine hours" if self.on_cpu else "hours"
         if key == "gpu_hours_per_100k":
-            return f"{hours} at full load" if self._closed else f"busy {hours} per 100,000"
+            return f"{hours} at full load" if self.closed else f"busy {hours} per 100,000"
         if key == "busy_hours_per_day":
             return f"busy {hours} a day"
         return label
@@ -214,6 +224,8 @@ class Report:
         found = []
         for key, label, unit in ROWS:
             if off.get(key) is None and on.get(key) is None and unit == PRICE:
+                continue
+            if key == "busy_hours_per_day" and self._day_is_full_load:
                 continue
             before = _cell(off.get(key), off_spread.get(key), unit)
             after = _cell(on.get(key), on_spread.get(key), unit)
@@ -281,7 +293,7 @@ def print_report(report: Report, console: Console) -> None:
     rounds = len(report.rounds["on"])
     console.print(
         f"{options.workload_name} on {report.model}: {requests} requests, {load}; "
-        f"median of {rounds} round{'s' if rounds > 1 else ''} (smallest–largest)",
+        + ("1 round" if rounds == 1 else f"median of {rounds} rounds (smallest–largest)"),
         highlight=False,
     )
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
