@@ -91,6 +91,18 @@ def test_chat_with_the_openai_client(client: openai.OpenAI) -> None:
     assert [chunk.usage for chunk in chunks[:-1]] == [None] * (len(chunks) - 1)
 
 
+def test_the_snippet_of_the_readme_runs_as_it_stands(
+    slow_server: RunningServer, repository: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    snippets = re.findall(r"```python\n(.*?)```", (repository / "README.md").read_text(), flags=re.DOTALL)
+    (snippet,) = (code for code in snippets if "from openai" in code)
+    assert snippet.count("http://localhost:8000") == 1
+    names: dict[str, object] = {}
+    exec(snippet.replace("http://localhost:8000", slow_server.url), names)
+    names["client"].close()  # type: ignore[attr-defined]
+    assert re.fullmatch(r"(?s).+ 0\n", capsys.readouterr().out)
+
+
 def test_choices_and_echo_with_the_openai_client(client: openai.OpenAI) -> None:
     chat = client.chat.completions.create(model="tiny", messages=HI, n=3, max_tokens=4)
     assert [choice.index for choice in chat.choices] == [0, 1, 2]
