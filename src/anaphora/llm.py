@@ -88,7 +88,9 @@ class LLM:
 
     def __init__(self, model: str | PathLike[str] | None = None, **settings: Unpack[Settings]) -> None:
         config = engine_config(settings)
-        source = resolve(model, trust_remote_code=config.model.trust_remote_code, progress=logger.info)
+        weights = config.model.load_format != "dummy"
+        trusted = config.model.trust_remote_code
+        source = resolve(model, trust_remote_code=trusted, weights=weights, progress=logger.info)
         names = config.model.served_model_name or (source.name,)
         placed = dataclasses.replace(config.model, model=str(source.folder), served_model_name=names)
         config = dataclasses.replace(config, model=placed)

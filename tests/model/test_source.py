@@ -109,6 +109,28 @@ def test_offline_and_absent_says_what_to_do(tmp_path: Path, monkeypatch: pytest.
         source.resolve("someone/nothing")
 
 
+def test_made_up_weights_need_none_on_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import huggingface_hub
+
+    folder = write_folder(tmp_path / "shape")
+    for path in folder.glob("*.safetensors"):
+        path.unlink()
+    first = source.resolve(str(folder), weights=False)
+    assert first.identity.startswith("dummy-sha256:")
+    with pytest.raises(ModelError, match=r"no \*\.safetensors file"):
+        source.resolve(str(folder))
+    asked: dict[str, Any] = {}
+    monkeypatch.setattr(
+        huggingface_hub, "snapshot_download", lambda name, **options: asked.update(options) or str(folder)
+    )
+    assert source.resolve("Someone/Model", weights=False).identity == first.identity
+    assert "*.safetensors" not in asked["allow_patterns"]
+    (folder / "config.json").write_text('{"model_type": "other"}')
+    assert source.resolve(str(folder), weights=False).identity != first.identity
+    with pytest.raises(ModelError, match=r"no config\.json"):
+        source.resolve(str(tmp_path), weights=False)
+
+
 @pytest.mark.parametrize("trusted", [False, True])
 def test_only_safe_files_are_fetched(trusted: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import huggingface_hub

@@ -312,7 +312,7 @@ def _describe(
     folder = Path(str(config.model.model))
     kv_dtype, num_blocks, bytes_per_block = pool
     kv_name, dtype = (str(x).removeprefix("torch.") for x in (kv_dtype, loaded.dtype))
-    weights = "dummy" if config.model.load_format == "dummy" else resolve(str(folder)).identity
+    weights = resolve(str(folder), weights=config.model.load_format != "dummy").identity
     return ModelInfo(
         name=next(iter(config.model.served_model_name), folder.name),
         identity=f"{weights}:{dtype}:kv-{kv_name}",

@@ -21,7 +21,8 @@ EMBEDDED_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 EMBEDDED_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
-_HUB_FILES = ("*.json", "*.safetensors", "*.jinja", "*.txt", "tokenizer.model")
+_WEIGHTS = "*.safetensors"
+_HUB_FILES = ("*.json", _WEIGHTS, "*.jinja", "*.txt", "tokenizer.model")
 _WHOLE_FILE = 64 * 2**20
 _SAMPLE = 256
 
@@ -36,27 +37,33 @@ class ModelSource:
 
 
 def resolve(
-    model: str | os.PathLike[str] | None, *, trust_remote_code: bool = False, progress: Progress | None = None
+    model: str | os.PathLike[str] | None,
+    *,
+    trust_remote_code: bool = False,
+    weights: bool = True,
+    progress: Progress | None = None,
 ) -> ModelSource:
     """Find, download or convert MODEL: a folder, a GGUF file, a hub name, or None for the embedded model.
 
-    ``progress`` is told in words what takes time. Raises ModelError, which says what is missing and what to do.
+    Without ``weights`` (they will be made up) a folder needs none, and none are fetched. ``progress`` is told in words
+    what takes time. Raises ModelError, which says what is missing and what to do.
     """
     say = progress or (lambda text: None)
     if model is None:
         return _embedded(say)
     model = _named(model)
+    identity = folder_identity if weights else _config_identity
     path = Path(model).expanduser()
     if path.is_dir():
-        return ModelSource(path, model, folder_identity(path))
+        return ModelSource(path, model, identity(path))
     if path.suffix.lower() == ".gguf":
         return _gguf(path, model, say)
     if path.is_file():
         raise ModelError(f"{model} is a file but no GGUF; name a GGUF file or a folder in Hugging Face layout")
     if not _HUB_NAME.fullmatch(model):
         raise ModelError(f"there is no folder {model}, and it is no hub name (such as Qwen/Qwen3-0.6B)")
-    folder = _download(model, trust_remote_code, say)
-    return ModelSource(folder, model, folder_identity(folder))
+    folder = _download(model, trust_remote_code, weights, say)
+    return ModelSource(folder, model, identity(folder))
 
 
 def _named(model: object) -> str:
@@ -136,12 +143,12 @@ def _remembered_sha256(path: Path, progress: Progress) -> str:
     return digest
 
 
-def _download(name: str, trust_remote_code: bool, progress: Progress) -> Path:
+def _download(name: str, trust_remote_code: bool, weights: bool, progress: Progress) -> Path:
     """The hub's files of a model (safetensors only: pickled weights can run code), from its cache if they are there."""
     from huggingface_hub import snapshot_download
 
     progress(f"Fetching {name} from the hub")
-    patterns = [*_HUB_FILES, *(["*.py"] if trust_remote_code else [])]
+    patterns = [name for name in _HUB_FILES if weights or name != _WEIGHTS] + ["*.py"] * trust_remote_code
     try:
         return Path(
             snapshot_download(name, allow_patterns=patterns, ignore_patterns=["original/*", "consolidated*", "onnx/*"])
@@ -166,10 +173,8 @@ def folder_identity(folder: Path) -> str:
     """
     if (record := folder / gguf.RECORD).is_file() and folder.parent == gguf.cache_folder() / "gguf":
         return str(json.loads(record.read_text())["identity"])
-    config = folder / "config.json"
-    if not config.is_file():
-        raise ModelError(f"{folder} has no config.json, so it is no model folder in Hugging Face layout{_hint(folder)}")
-    weights = sorted(folder.glob("*.safetensors"))
+    config = _config(folder)
+    weights = sorted(folder.glob(_WEIGHTS))
     if not weights:
         raise ModelError(f"{folder} has no *.safetensors file; pickled weights (*.bin) are not loaded: convert them")
     digest = hashlib.sha256()
@@ -181,6 +186,18 @@ def folder_identity(folder: Path) -> str:
         else:
             _add(digest, bytes.fromhex(gguf.file_sha256(path)))
     return f"folder-sha256:{digest.hexdigest()}"
+
+
+def _config_identity(folder: Path) -> str:
+    """Of a model of this shape whose weights are made up."""
+    return f"dummy-sha256:{gguf.file_sha256(_config(folder))}"
+
+
+def _config(folder: Path) -> Path:
+    config = folder / "config.json"
+    if not config.is_file():
+        raise ModelError(f"{folder} has no config.json, so it is no model folder in Hugging Face layout{_hint(folder)}")
+    return config
 
 
 def _hint(folder: Path) -> str:
