@@ -53,6 +53,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     | {"anaphora.pitfalls", "anaphora.vllm_flags"}
     | {"httpx", "rich", "jinja2", "msgspec"},
     "anaphora.tools.recorder": BASE | {"anaphora.observe.record", "anaphora.tools.doctor.usage", "msgspec"},
+    "anaphora.tools.plan": BASE | {"anaphora.cache", "anaphora.core", "anaphora.observe", "rich"},
     "anaphora.vllm_flags": BASE,
     "anaphora.cli": BASE | {"anaphora"},
 }

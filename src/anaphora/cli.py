@@ -200,7 +200,8 @@ def _serve(options: argparse.Namespace) -> int:
     from anaphora.model.source import resolve
     from anaphora.server.app import serve
 
-    source = resolve(model.model, trust_remote_code=model.trust_remote_code, progress=_say)
+    weights = model.load_format != "dummy"
+    source = resolve(model.model, trust_remote_code=model.trust_remote_code, weights=weights, progress=_say)
     return serve(EngineConfig(model, cache, scheduler), server, source)
 
 
@@ -226,6 +227,18 @@ def _doctor(options: argparse.Namespace) -> int:
     from anaphora.tools.doctor import DoctorOptions, run
 
     return run(_make(DoctorOptions, options))
+
+
+def _plan_settings() -> tuple[type, ...]:
+    from anaphora.tools.plan import PlanOptions
+
+    return (PlanOptions,)
+
+
+def _plan(options: argparse.Namespace) -> int:
+    from anaphora.tools.plan import PlanOptions, run
+
+    return run(_make(PlanOptions, options))
 
 
 def _explain_settings() -> tuple[type, ...]:
@@ -276,6 +289,11 @@ COMMANDS = {
         "a pass-through in front of any server that writes the log which the doctor reads",
         _record_settings,
         _record,
+    ),
+    "plan": Command(
+        "what prefix caching would save on a GPU that was measured, without one",
+        _plan_settings,
+        _plan,
     ),
     "explain": Command(
         "where and why a second request body stops reusing a first one",

@@ -1,0 +1,88 @@
+"""From a calibration and a workload to what one GPU does with it."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from anaphora.errors import ConfigError
+from anaphora.tools.plan.calibration import Calibration
+
+SECONDS_A_DAY = 86_400
+DAYS_A_MONTH = 30
+
+
+@dataclass(frozen=True)
+class Workload:
+    """Tokens: shared by all prompts, of each prompt's own, of an answer."""
+
+    shared: int
+    own: int
+    out: int
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """Of one busy GPU. ``sequences`` run at once; ``prefill_s`` and ``decode_s`` are its time a request."""
+
+    hit_rate: float
+    sequences: int
+    prefill_s: float
+    decode_s: float
+
+    @property
+    def requests_per_s(self) -> float:
+        return 1 / (self.prefill_s + self.decode_s)
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Hours and prices of a day's requests at full load, and how many GPUs the busiest time needs."""
+
+    gpu_hours_a_day: float
+    price_a_day: float | None
+    price_a_month: float | None
+    gpus_at_peak: int
+
+
+def estimate(calibration: Calibration, workload: Workload, *, caching: bool, sequences: int | None = None) -> Estimate:
+    """With so many ``sequences`` at once, or as many as give the most requests a second.
+
+    Raises ConfigError where not one request fits.
+    """
+    prompt, total = workload.shared + workload.own, workload.shared + workload.own + workload.out
+    limit = _fitting(calibration, workload, caching)
+    if total > calibration.window or limit < 1:
+        holds = min(calibration.window, calibration.blocks * calibration.block_size)
+        raise ConfigError(
+            f"prompt and answer have {total} tokens together, and this card and model take at most {holds}: "
+            "lower --shared, --own or --out"
+        )
+    cached = min(workload.shared, prompt - 1) if caching else 0
+    shared = cached if caching else 0
+    prefill = calibration.prefill_s(prompt - cached, cached)
+    mean = prompt - shared + workload.out // 2
+
+    def at(count: int) -> Estimate:
+        step = calibration.step_s(count, shared, mean)
+        return Estimate(cached / prompt, count, prefill, workload.out * step / count)
+
+    if sequences is not None:
+        return at(min(sequences, limit))
+    return max((at(count) for count in {*calibration.batches, limit} if count <= limit), key=lambda e: e.requests_per_s)
+
+
+def _fitting(calibration: Calibration, workload: Workload, caching: bool) -> int:
+    """How many sequences the blocks hold at the end of their answers."""
+    size = calibration.block_size
+    shared = workload.shared // size if caching else 0
+    own = math.ceil((workload.shared + workload.own + workload.out) / size) - shared
+    return min((calibration.blocks - shared) // own, calibration.max_num_seqs)
+
+
+def cost(requests_per_s: float, per_day: int, peak_factor: float, hour: float | None) -> Cost:
+    """Of ``per_day`` requests on GPUs that do ``requests_per_s`` each; ``hour`` is the price of one for an hour."""
+    hours = per_day / requests_per_s / 3600
+    price = None if hour is None else hours * hour
+    peak = math.ceil(per_day / SECONDS_A_DAY * peak_factor / requests_per_s)
+    return Cost(hours, price, None if price is None else price * DAYS_A_MONTH, peak)
