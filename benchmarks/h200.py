@@ -1,10 +1,13 @@
 """The engine on one GPU: Qwen3-8B's shape with random weights, many requests that begin with the same tokens.
 
     python benchmarks/h200.py [--rows NAME ...] [--again] [--tiny] [--out FILE] [--commit ID]
+    python benchmarks/h200.py --publish FILE
 
-Rows that are stored already are passed over, and each is stored as soon as it is measured. A row's requests are all
-sent at once: a system prompt of 2,300 tokens, 120 of their own, answers of 200. ``_unshared`` reads the shared prefix
-once a sequence instead of once a step; ``off`` runs without the cache. ``--tiny`` is a rehearsal on any machine.
+What is stored already is passed over, and each row is stored as soon as it is measured. Beside the rows there are
+``ceilings`` (of the GPU), ``calibration_h200`` and ``calibration_24g`` (what anaphora plan computes with). A row's
+requests are all sent at once: a system prompt of 2,300 tokens, 120 of their own, answers of 200. ``off`` runs without
+the cache, ``_unshared`` reads a shared prefix once a sequence instead of once a step, ``card24`` has 24 GiB.
+``--tiny`` is a rehearsal on any machine. ``--publish`` puts the calibration of a result where plan finds it.
 """
 
 from __future__ import annotations
@@ -12,186 +15,27 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-import random
-import statistics
+import platform
 import subprocess
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from datetime import date
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
+from card.calibration import calibrate
+from card.engines import CARD24, WHOLE, Bench
+from card.rows import rows
+from card.server import http
+from card.sizes import FULL, TINY
 
-from anaphora.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
-from anaphora.core.engine import Engine
-from anaphora.model.runner import ModelRunner, load
-from anaphora.types import Request, SamplingParams
+from anaphora.tools.plan.calibration import PATH as CALIBRATION
 
 RESULTS = Path(__file__).parent / "results"
-
-
-@dataclass(frozen=True)
-class Size:
-    """Of model and workload, in tokens; ``part`` divides the numbers of requests in the rows' names."""
-
-    shared: int
-    own: int
-    answer: int
-    part: int
-    budget: int
-    shape: dict[str, Any]
-
-
-FULL = Size(2300, 120, 200, 1, 16384, {
-    "vocab_size": 151936, "hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36,
-    "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 32768,
-    "tie_word_embeddings": False, "dtype": "bfloat16",
-})  # fmt: skip
-TINY = Size(70, 12, 6, 64, 256, {
-    "vocab_size": 512, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 512, "dtype": "float32",
-})  # fmt: skip
-
-
-@dataclass
-class Round:
-    """What a set of requests that came together saw."""
-
-    seconds: float = 0.0
-    first: dict[str, float] = field(default_factory=dict)
-    last: dict[str, float] = field(default_factory=dict)
-    tokens: dict[str, int] = field(default_factory=dict)
-    steps: list[tuple[float, int]] = field(default_factory=list)
-    cached: int = 0
-    prompt: int = 0
-    preemptions: int = 0
-
-    def figures(self) -> dict[str, Any]:
-        produced = sum(self.tokens.values())
-        gaps = [(self.last[k] - self.first[k]) / (n - 1) for k, n in self.tokens.items() if n > 1]
-        full = len(self.first)
-        decode = [seconds for seconds, rows in self.steps if rows == full]
-        return {
-            "requests": len(self.first),
-            "seconds": round(self.seconds, 4),
-            "requests_per_s": round(len(self.first) / self.seconds, 3),
-            "output_tokens_per_s": round(produced / self.seconds, 1),
-            "step_ms": _ms(decode),
-            "ttft_ms": _ms(list(self.first.values())),
-            "itl_ms": _ms(gaps),
-            "hit_rate": round(self.cached / self.prompt, 4),
-            "preemptions": self.preemptions,
-        }
-
-
-def _ms(seconds: list[float]) -> float | None:
-    return round(1000 * statistics.median(seconds), 3) if seconds else None
-
-
-class Bench:
-    """One loaded model; each row has an engine of its own over it."""
-
-    def __init__(self, size: Size, folder: Path) -> None:
-        self.size = size
-        transformers.Qwen3Config(architectures=["Qwen3ForCausalLM"], **size.shape).save_pretrained(folder)
-        self.config = EngineConfig(
-            ModelConfig(model=str(folder), load_format="dummy"),
-            CacheConfig(),
-            SchedulerConfig(max_num_seqs=1024 // size.part, max_num_batched_tokens=size.budget),
-        )
-        started = time.monotonic()
-        self.runner: ModelRunner = load(self.config)
-        self.load_seconds = time.monotonic() - started
-        self._random = random.Random(0)
-        self._requests = 0
-
-    def engine(self, *, caching: bool = True, sharing: bool = True) -> Engine:
-        config = dataclasses.replace(
-            self.config,
-            cache=dataclasses.replace(self.config.cache, enable_prefix_caching=caching),
-            scheduler=dataclasses.replace(self.config.scheduler, shared_prefix_attention=sharing),
-        )
-        return Engine(config, self.runner)
-
-    def text(self, length: int) -> tuple[int, ...]:
-        return tuple(self._random.randrange(self.size.shape["vocab_size"]) for _ in range(length))
-
-    def round(self, engine: Engine, prompts: list[tuple[int, ...]], answer: int) -> Round:
-        """Send all prompts at once and run until the last answer has ended."""
-        sampling = SamplingParams(temperature=0.0, max_tokens=answer, ignore_eos=True)
-        found = Round(preemptions=-engine.stats().preemptions)
-        begin = time.monotonic()
-        for prompt in prompts:
-            self._requests += 1
-            engine.add(Request(f"r{self._requests}", prompt, sampling, begin))
-        before = begin
-        while engine.has_work:
-            result = engine.step()
-            now = time.monotonic()
-            found.steps.append((now - before, len(result.updates)))
-            before = now
-            for update in result.updates:
-                if update.error:
-                    raise RuntimeError(update.error)
-                name = update.request_id
-                found.first.setdefault(name, now - begin)
-                found.last[name] = now - begin
-                found.tokens[name] = found.tokens.get(name, 0) + len(update.token_ids)
-                if update.prompt is not None:
-                    found.cached += update.prompt.cache.cached_tokens
-                    found.prompt += update.prompt.cache.prompt_tokens
-        found.seconds = time.monotonic() - begin
-        found.preemptions += engine.stats().preemptions
-        engine.check()
-        return found
-
-    def shared(self, count: int, *, caching: bool = True, sharing: bool = True) -> dict[str, Any]:
-        """``count`` requests under one system prompt, which is computed before the clock starts."""
-        size, engine = self.size, self.engine(caching=caching, sharing=sharing)
-        system = self.text(size.shared)
-        count //= size.part
-        self.round(engine, [system + self.text(size.own)], 4)
-        self.round(engine, [system + self.text(size.own) for _ in range(count)], 4)
-        return self.round(engine, [system + self.text(size.own) for _ in range(count)], size.answer).figures()
-
-    def alone(self, *, hit: bool) -> dict[str, Any]:
-        """One request at a time, the median of several: time to its first token."""
-        size, engine = self.size, self.engine()
-        times = []
-        for _ in range(12):
-            system = self.text(size.shared)
-            if hit:
-                self.round(engine, [system + self.text(size.own)], 1)
-            times.append(self.round(engine, [system + self.text(size.own)], 1))
-        times = times[2:]
-        return {
-            "ttft_ms": _ms([seconds for each in times for seconds in each.first.values()]),
-            "hit_rate": round(sum(t.cached for t in times) / sum(t.prompt for t in times), 4),
-        }
-
-    def single_stream(self) -> dict[str, Any]:
-        engine = self.engine()
-        prompt = self.text(self.size.shared + self.size.own)
-        self.round(engine, [prompt], 4)
-        return self.round(engine, [prompt], self.size.answer).figures()
-
-
-def rows(bench: Bench) -> dict[str, Callable[[], dict[str, Any]]]:
-    """By name, in the order in which they are measured."""
-    found: dict[str, Callable[[], dict[str, Any]]] = {
-        "ttft_cold": lambda: bench.alone(hit=False),
-        "ttft_hit": lambda: bench.alone(hit=True),
-        "single_stream": bench.single_stream,
-    }
-    for count in (512, 256, 1024):
-        found[f"on_{count}"] = lambda count=count: bench.shared(count)
-        found[f"on_{count}_unshared"] = lambda count=count: bench.shared(count, sharing=False)
-    found["off_256"] = lambda: bench.shared(256, caching=False)
-    return found
 
 
 def machine() -> dict[str, Any]:
@@ -201,10 +45,19 @@ def machine() -> dict[str, Any]:
     return {"device": properties.name, "memory_bytes": properties.total_memory, "cuda": torch.version.cuda}
 
 
+def versions() -> dict[str, str]:
+    found = {"python": platform.python_version(), "torch": torch.__version__, "transformers": transformers.__version__}
+    if torch.cuda.is_available():
+        import triton
+
+        found["triton"] = triton.__version__
+    return found
+
+
 def ceilings() -> dict[str, float]:
     """Of the GPU: bytes read and written by a copy, and bf16 operations of a matrix product, each a second."""
     if not torch.cuda.is_available():
-        return {}
+        return {"copy_bytes_per_s": 0.0, "bf16_flop_per_s": 0.0}
     from triton.testing import do_bench
 
     source = torch.randn(2**30, device="cuda").to(torch.bfloat16)
@@ -220,6 +73,95 @@ def commit() -> str:
     return done.stdout.strip() or "unknown"
 
 
+def order(bench: Bench) -> dict[str, Callable[[], dict[str, Any]]]:
+    """All that can be measured, by name and in order: what needs the same runner together."""
+    known = rows(bench)
+    whole = {name: work for name, work in known.items() if not name.startswith(("card24", "fp8"))}
+    first = {"ceilings": ceilings} | dict(list(whole.items())[:5])
+    return (
+        first
+        | {"calibration_h200": partial(calibrate, bench, WHOLE)}
+        | {name: work for name, work in whole.items() if name not in first}
+        | {"card24_on": known["card24_on"], "card24_off": known["card24_off"]}
+        | {"calibration_24g": partial(calibrate, bench, CARD24)}
+        | known
+        | {"http_512": partial(http, bench, 512)}
+    )
+
+
+def is_stored(stored: dict[str, Any], name: str) -> bool:
+    section, _, card = name.partition("_")
+    if section == "calibration":
+        return card in stored.get("calibration", {})
+    return name in stored if name == "ceilings" else any(row["name"] == name for row in stored["rows"])
+
+
+def store(stored: dict[str, Any], name: str, found: dict[str, Any], path: Path) -> None:
+    section, _, card = name.partition("_")
+    if section == "calibration":
+        stored.setdefault("calibration", {})[card] = found
+    elif name == "ceilings":
+        stored["ceilings"] = found
+    else:
+        others = [row for row in stored["rows"] if row["name"] != name]
+        if name == "http_512" and (engine := next((r for r in others if r["name"] == "on_512"), None)):
+            found["against_on_512"] = round(found["requests_per_s"] / engine["requests_per_s"], 4)
+        stored["rows"] = [*others, {"name": name} | found]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    fresh = path.with_suffix(".tmp")
+    fresh.write_text(json.dumps(stored, indent=1) + "\n")
+    fresh.replace(path)
+
+
+def measure(options: argparse.Namespace, folder: Path) -> None:
+    path: Path = options.out
+    stored: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {"rows": []}
+    bench = Bench(TINY if options.tiny else FULL, folder)
+    known = order(bench)
+    if strange := sorted(set(options.rows or ()) - known.keys()):
+        raise SystemExit(f"there is no row {', '.join(strange)}; the rows are {', '.join(known)}")
+    stored |= {"machine": machine(), "versions": versions(), "commit": options.commit or commit()}
+    for name, work in known.items():
+        if (options.rows and name not in options.rows) or (is_stored(stored, name) and not options.again):
+            continue
+        began = time.monotonic()
+        found = work()
+        if bench.made:
+            made = {"load_seconds": bench.load_seconds} | dataclasses.asdict(bench.made)
+            stored.setdefault("engines", {})[bench.kind] = made
+        store(stored, name, found, path)
+        shown = found if len(str(found)) < 2000 else {"cells": len(found["prefill"]) + len(found["decode"])}
+        print(f"{time.monotonic() - began:6.1f} s  {name}: {json.dumps(shown)}", flush=True)
+
+
+PLANNED = {
+    "off_256": ("h200", False),
+    "on_256": ("h200", True),
+    "on_512": ("h200", True),
+    "on_1024": ("h200", True),
+    "card24_off": ("24g", False),
+    "card24_on": ("24g", True),
+}
+"""Rows that plan shows where it is asked for just their workload: card, and whether there is a cache."""
+
+
+def measured(row: dict[str, Any]) -> dict[str, Any]:
+    card, caching = PLANNED[row["name"]]
+    kept = {name: row[name] for name in ("requests", "requests_per_s", "hit_rate")}
+    return {"card": card, "caching": caching, "shared": FULL.shared, "own": FULL.own, "out": FULL.answer} | kept
+
+
+def publish(path: Path) -> None:
+    """Copy what plan needs of a result into the package."""
+    stored = json.loads(path.read_text())
+    if missing := {"h200", "24g"} - stored.get("calibration", {}).keys():
+        raise SystemExit(f"{path} has no calibration of {', '.join(sorted(missing))}")
+    kept = {"source": path.name} | {name: stored[name] for name in ("machine", "versions", "commit", "calibration")}
+    kept["measured"] = [measured(row) for row in stored["rows"] if row["name"] in PLANNED]
+    CALIBRATION.write_text(json.dumps(kept, indent=1) + "\n")
+    print(f"{CALIBRATION} now holds the calibration of {path.name}")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", nargs="+", metavar="NAME", help="which to measure (all)")
@@ -227,29 +169,13 @@ def main() -> None:
     parser.add_argument("--tiny", action="store_true", help="a rehearsal with a tiny model")
     parser.add_argument("--out", type=Path, default=RESULTS / f"h200-{date.today()}.json")
     parser.add_argument("--commit", help="of the code, where this is no git repository")
+    parser.add_argument("--publish", type=Path, metavar="FILE", help="make this result's calibration that of plan")
     options = parser.parse_args()
-    stored: dict[str, Any] = json.loads(options.out.read_text()) if options.out.exists() else {"rows": []}
+    if options.publish:
+        publish(options.publish)
+        return
     with tempfile.TemporaryDirectory() as folder:
-        stored["ceilings"] = stored.get("ceilings") or ceilings()
-        torch.cuda.empty_cache()
-        bench = Bench(TINY if options.tiny else FULL, Path(folder))
-        stored["machine"] = machine()
-        stored["versions"] = {"torch": torch.__version__, "transformers": transformers.__version__}
-        stored["commit"] = options.commit or commit()
-        info = bench.runner.info
-        stored["engine"] = dataclasses.asdict(info) | {"load_seconds": round(bench.load_seconds, 1)}
-        known = rows(bench)
-        if strange := sorted(set(options.rows or ()) - known.keys()):
-            parser.error(f"there is no row {', '.join(strange)}; the rows are {', '.join(known)}")
-        done = set() if options.again else {row["name"] for row in stored["rows"]}
-        for name, measure in known.items():
-            if name in done or (options.rows and name not in options.rows):
-                continue
-            row = {"name": name} | measure()
-            stored["rows"] = [old for old in stored["rows"] if old["name"] != name] + [row]
-            options.out.parent.mkdir(parents=True, exist_ok=True)
-            options.out.write_text(json.dumps(stored, indent=1) + "\n")
-            print(json.dumps(row), flush=True)
+        measure(options, Path(folder))
 
 
 if __name__ == "__main__":
