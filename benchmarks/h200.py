@@ -19,6 +19,7 @@ import platform
 import subprocess
 import tempfile
 import time
+import traceback
 from collections.abc import Callable
 from datetime import date
 from functools import partial
@@ -118,6 +119,7 @@ def measure(options: argparse.Namespace, folder: Path) -> None:
     stored: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {"rows": []}
     bench = Bench(TINY if options.tiny else FULL, folder)
     known = order(bench)
+    failed: list[str] = []
     if strange := sorted(set(options.rows or ()) - known.keys()):
         raise SystemExit(f"there is no row {', '.join(strange)}; the rows are {', '.join(known)}")
     stored |= {"machine": machine(), "versions": versions(), "commit": options.commit or commit()}
@@ -125,13 +127,21 @@ def measure(options: argparse.Namespace, folder: Path) -> None:
         if (options.rows and name not in options.rows) or (is_stored(stored, name) and not options.again):
             continue
         began = time.monotonic()
-        found = work()
+        try:
+            found = work()
+        except Exception:  # the other rows are worth their time
+            traceback.print_exc()
+            failed.append(name)
+            bench.release()
+            continue
         if bench.made:
             made = {"load_seconds": bench.load_seconds} | dataclasses.asdict(bench.made)
             stored.setdefault("engines", {})[bench.kind] = made
         store(stored, name, found, path)
         shown = found if len(str(found)) < 2000 else {"cells": len(found["prefill"]) + len(found["decode"])}
         print(f"{time.monotonic() - began:6.1f} s  {name}: {json.dumps(shown)}", flush=True)
+    if failed:
+        raise SystemExit(f"failed: {', '.join(failed)}")
 
 
 PLANNED = {

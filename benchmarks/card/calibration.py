@@ -9,7 +9,6 @@ from typing import Any
 
 from anaphora.config import SchedulerConfig
 from anaphora.core.engine import Engine
-from anaphora.model.runner import ModelRunner
 from anaphora.types import Batch, Chunk, Pending
 from card.engines import CARD24, WHOLE, Bench, Job
 from card.meter import Metered
@@ -35,19 +34,14 @@ SHARED = {
 """Tokens that all share, and how many sequences; each has 256 of its own."""
 
 
-class WithoutPrefill:
+class WithoutPrefill(Metered):
     """A runner that computes only the last token of a prompt's chunk: long contexts cost no time to make.
 
     Their keys and values are whatever the pool holds.
     """
 
-    def __init__(self, runner: ModelRunner | Metered) -> None:
-        self.info, self.lookahead, self.warnings = runner.info, runner.lookahead, runner.warnings
-        self.free_memory = runner.free_memory
-        self._runner = runner
-
     def submit(self, batch: Batch) -> Pending:
-        return self._runner.submit(replace(batch, chunks=tuple(map(_last, batch.chunks))))
+        return super().submit(replace(batch, chunks=tuple(map(_last, batch.chunks))))
 
 
 def _last(chunk: Chunk) -> Chunk:
@@ -124,7 +118,7 @@ def _engine(bench: Bench, kind: str) -> Engine:
     """Admits every prompt in one step, and computes none."""
     settings = bench.settings(kind)
     scheduler = SchedulerConfig(max_num_seqs=settings.scheduler.max_num_seqs, max_num_batched_tokens=2**22)
-    return Engine(replace(settings, scheduler=scheduler), Metered(WithoutPrefill(bench.runner(kind))))
+    return Engine(replace(settings, scheduler=scheduler), WithoutPrefill(bench.runner(kind)))
 
 
 def _scaled(bench: Bench, tokens: int) -> int:

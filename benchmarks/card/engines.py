@@ -68,12 +68,13 @@ class Seen:
             self.prompt += update.prompt.cache.prompt_tokens
             self.prefill.append(update.prompt.prefill_s)
 
-    def figures(self, rows: int | None = None) -> dict[str, Any]:
-        """``rows``: steps that yielded so many tokens are those whose time is told (all if None)."""
+    def figures(self) -> dict[str, Any]:
+        """Steps are those with nearly the most sequences: without the beginning and the end of a burst."""
         seconds = self.end - self.begin
         gaps = [(self.last[n] - self.first[n]) / (count - 1) for n, count in self.tokens.items() if count > 1]
         waits = [first - self.arrived[n] for n, first in self.first.items() if self.arrived[n] >= self.begin]
-        chosen = [i for i, (_, found) in enumerate(self.steps) if rows is None or found == rows]
+        most = max(rows for _, rows in self.steps)
+        chosen = [i for i, (_, rows) in enumerate(self.steps) if rows >= 0.9 * most]
         found = {
             "requests": self.finished,
             "seconds": round(seconds, 4),
@@ -154,6 +155,8 @@ class Bench:
             self._loaded = load_model(config.model, self.device)
         runner = ModelRunner(config, self._loaded, self.device)
         self.load_seconds = round(time.monotonic() - began, 2)
+        gc.collect()
+        gc.freeze()  # as the engine's process does
         for warning in runner.warnings:
             print("warning:", warning, flush=True)
         return runner
@@ -161,6 +164,7 @@ class Bench:
     def release(self) -> None:
         """Give the runner's memory back."""
         self._runner = None
+        gc.unfreeze()
         gc.collect()
         if self.device.type == "cuda":
             torch.cuda.empty_cache()

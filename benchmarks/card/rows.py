@@ -25,7 +25,7 @@ def shared(
     beginnings = [bench.text(size.shared) for _ in range(systems)]
     bench.run(engine, bench.jobs(systems, WARM_TOKENS, beginnings))
     bench.run(engine, bench.jobs(count if caching else min(count, 16), WARM_TOKENS, beginnings))
-    return bench.run(engine, bench.jobs(count, size.answer, beginnings)).figures(count)
+    return bench.run(engine, bench.jobs(count, size.answer, beginnings)).figures()
 
 
 def steady(bench: Bench, *, sharing: bool) -> Figures:
@@ -56,7 +56,7 @@ def conversations(bench: Bench) -> Figures:
     bench.run(engine, bench.jobs(1, WARM_TOKENS, [system]))
     count = size.count(128)
     jobs = [Job(system + bench.text(size.own), size.answer, TURNS) for _ in range(count)]
-    found = bench.run(engine, jobs, follow).figures(count)
+    found = bench.run(engine, jobs, follow).figures()
     return {"turns_per_s": found["requests_per_s"]} | found
 
 
@@ -65,7 +65,7 @@ def no_reuse(bench: Bench, *, caching: bool) -> Figures:
     size, engine, count = bench.size, bench.engine(caching=caching), bench.size.count(128)
     length = size.shared + size.own
     bench.run(engine, [Job(bench.text(length), WARM_TOKENS) for _ in range(min(count, 8))])
-    return bench.run(engine, [Job(bench.text(length), size.answer) for _ in range(count)]).figures(count)
+    return bench.run(engine, [Job(bench.text(length), size.answer) for _ in range(count)]).figures()
 
 
 def alone(bench: Bench, *, hit: bool) -> Figures:
@@ -86,7 +86,7 @@ def alone(bench: Bench, *, hit: bool) -> Figures:
 def single_stream(bench: Bench) -> Figures:
     engine, job = bench.engine(), Job(bench.text(bench.size.shared + bench.size.own), bench.size.answer)
     bench.run(engine, [job])
-    return bench.run(engine, [job]).figures(1)
+    return bench.run(engine, [job]).figures()
 
 
 def sweep(bench: Bench, count: int, *, caching: bool) -> Figures:
