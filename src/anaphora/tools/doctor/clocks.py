@@ -16,7 +16,10 @@ def _any(words: list[str]) -> str:
 
 
 _MONTH = rf"{_any(_MONTHS)}\b\.?"
-_DAY_NAME = rf"(?:\b{_any(_WEEKDAYS)}\b\.?|(?:星期|礼拜|禮拜|[周週])[一二三四五六日天]|[月火水木金土日]曜日?|[월화수목금토일]요일)"
+_DAY_NAME = (
+    rf"(?:\b{_any(_WEEKDAYS)}\b\.?"
+    r"|(?:星期|礼拜|禮拜|[周週])[一二三四五六日天]|[月火水木金土日]曜日?|[월화수목금토일]요일)"
+)
 _WEEKDAY = rf"(?:{_DAY_NAME},?\s+)?"
 _ZONE = r"(?:\s?(?:Z\b|UTC|GMT|[A-Z]{2,4}T\b|MEZ|MESZ|МСК)(?:[+-]\d{1,2}(?::?\d\d)?)?|\s?[+-]\d\d:?\d\d\b)?"
 _HALF = r"(?:\s?(?:AM\b|PM\b|A\.\s?M\.|P\.\s?M\.))"
@@ -46,8 +49,12 @@ _TIME = "|".join(
     )
 )
 _EPOCH = r"(?<![\d.])1[5-8]\d{8}(?:\d{3}|\d{6}|\d{9}|\.\d+)?(?![\d])"
-_COMPACT = r"(?<!\d)(?:19|20)\d\d(?:0[1-9]|1[0-2])(?:0[1-9]|[12]\d|3[01])[T_ -]?(?:[01]\d|2[0-3])[0-5]\d(?:[0-5]\d)?(?:\.\d+)?Z?(?!\d)"
-_BETWEEN = rf"(?:T|\s*[,;:@|·_-]?\s*(?:at|um|à|a las|alle|às|om|kl\.?|o|в|klo|saat|il est)?\s*|\s*\([^)\n]{{1,20}}\)\s*|\s*{_DAY_NAME}\s*)"
+_COMPACT_DATE = r"(?<!\d)(?:19|20)\d\d(?:0[1-9]|1[0-2])(?:0[1-9]|[12]\d|3[01])"
+_COMPACT = rf"{_COMPACT_DATE}[T_ -]?(?:[01]\d|2[0-3])[0-5]\d(?:[0-5]\d)?(?:\.\d+)?Z?(?!\d)"
+_BETWEEN = (
+    r"(?:T|\s*[,;:@|·_-]?\s*(?:at|um|à|a las|alle|às|om|kl\.?|o|в|klo|saat|il est)?\s*"
+    rf"|\s*\([^)\n]{{1,20}}\)\s*|\s*{_DAY_NAME}\s*)"
+)
 
 DATE = re.compile(_WEEKDAY + f"(?:{_DATE})", re.IGNORECASE)
 TIME = re.compile(f"(?:{_DAY_NAME},?\\s)?(?:{_TIME})", re.IGNORECASE)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import itertools
 import json
-import os
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from anaphora.tools.doctor import clocks, numerals
+from anaphora.tools.doctor.patterns import common_prefix
 from anaphora.tools.doctor.variation import LONGEST_CLOCK, Occurrence, Variation, counts, grows, how, keeps_time, ticks
 
 _UUID = re.compile(r"\b[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}\b", re.IGNORECASE)
@@ -23,8 +23,8 @@ _NO_SPACES = re.compile("[\u0e00-\u0eff\u3040-\u30ff\u3400-\u9fff\uf900-\ufaff]"
 """Scripts that write no spaces between words."""
 _IDENTIFIER = re.compile(r"(?=.*\d)[\w\-:.+/=]{4,}|[\w-]{16,}")
 _UPDATED = re.compile(
-    r"updat|modif|chang|releas|built|build|revis|version|deploy|edited|publish|effective|geändert|aktualisiert|mise? à jour"
-    r"|actualizad|aggiornat|bijgewerkt|更新|改訂|обновл",
+    r"updat|modif|chang|releas|built|build|revis|version|deploy|edited|publish|effective|geändert"
+    r"|aktualisiert|mise? à jour|actualizad|aggiornat|bijgewerkt|更新|改訂|обновл",
     re.IGNORECASE,
 )
 _LABELS = (
@@ -113,7 +113,8 @@ def _named(occurrences: Sequence[Occurrence], values: Sequence[str], varies: Var
 
 def _bare(label: str, values: Sequence[str]) -> tuple[str, Sequence[str]]:
     """What all values begin with, up to a mark such as ``:`` or ``_``, belongs to the label: ``req_``, ``md5:``."""
-    common = os.path.commonprefix(list(values))
+    first = min(values)
+    common = first[: common_prefix(first, max(values))]
     match = re.match(r".*(?:\b[^\W\d]\w*[:=@]|\b[^\W\d_]+[_-])", common)
     at = match.end() if match and all(len(value) > match.end() for value in values) else 0
     return label + common[:at], [value[at:] for value in values]

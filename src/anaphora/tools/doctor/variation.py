@@ -27,7 +27,7 @@ class Occurrence:
 
 @dataclass(frozen=True, slots=True)
 class Variation:
-    """``stretches``: each value is used for a while by all, and never again. ``of_few``: values come again elsewhere."""
+    """``stretches``: each value serves all for a while, and never again. ``of_few``: values come again elsewhere."""
 
     each_request: bool
     each_session: bool
