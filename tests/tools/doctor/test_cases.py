@@ -79,7 +79,7 @@ def test_a_value_behind_the_rules_costs_nothing(line: str, values: tuple[str, st
     diagnosis, found = examined(two(f"{RULES}\n{line}", *values), model)
     assert [b.finding.kind for b in found] == [kind]
     data = as_json(diagnosis, DoctorOptions(log="-"), {})["breaks"][0]
-    assert data["status"] == "latent"
+    assert data["status"] == "suspected"
     assert data["tokens_lost"] == 0
     assert data["repair"] == NO_GAIN
 
@@ -172,6 +172,43 @@ def test_a_template_with_an_empty_thought_in_front_of_the_answer() -> None:
     _, found = examined(bodies, qwen)
     assert [(b.finding.kind, b.finding.role) for b in found] == [("template", "assistant")]
     assert "begins an answer" in found[0].finding.note
+
+
+@needs_templates
+def test_a_thought_in_the_history_that_the_model_never_wrote() -> None:
+    """Only the responses tell: what they hold is not what the template makes of it."""
+    template = load_model(None, str(TEMPLATES / "Qwen3.5-4B.jinja"))
+    rng = random.Random(7)
+    messages, bodies = [logs.system(RULES), logs.user("What is two and two?")], []
+    for _ in range(4):
+        answer = logs.sentence(rng, 50)
+        response = {"choices": [{"message": logs.assistant(answer)}]}
+        bodies.append({"request": {"messages": messages}, "response": response})
+        messages = [*messages, logs.assistant(answer), logs.user(logs.sentence(rng, 6))]
+    _, found = examined(bodies, template)
+    assert [(b.finding.kind, b.status, b.finding.message) for b in found] == [("template", "confirmed", 2)]
+    assert found[0].tokens_lost > 120
+
+
+def test_an_answer_that_comes_back_in_other_tokens(model: Model) -> None:
+    rng = random.Random(8)
+    encode = functools.partial(model.tokenizer.encode, add_special_tokens=False)
+    messages, bodies, lost = [logs.system(RULES), logs.user("hello")], [], 0
+    for turn in range(6):
+        answer = logs.sentence(rng, 60)
+        ids = [*encode(answer[:1]), *encode(answer[1:])] if turn % 2 else encode(answer)
+        lost += len(ids) if turn in (1, 3) else 0
+        choice: Body = {"message": logs.assistant(answer)}
+        if turn < 3:
+            choice["token_ids"] = ids
+        else:
+            choice["logprobs"] = {"content": [{"token": model.tokenizer.token_text(i)} for i in ids]}
+        bodies.append({"request": {"messages": messages}, "response": {"choices": [choice]}})
+        messages = [*messages, logs.assistant(answer), logs.user(logs.sentence(rng, 6))]
+    _, found = examined(bodies, model)
+    assert [(b.finding.kind, b.status, b.finding.message) for b in found] == [("retokenised", "confirmed", 4)]
+    assert found[0].finding.role == "assistant"
+    assert found[0].tokens_lost == pytest.approx(lost, rel=0.15)
 
 
 def broken(name: str) -> dict[str, str]:

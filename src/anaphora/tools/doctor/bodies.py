@@ -10,6 +10,7 @@ from datetime import datetime
 from typing import Any
 
 from anaphora.tools.doctor import spans
+from anaphora.tools.doctor.answers import Answer, answer_of
 from anaphora.tools.doctor.usage import Usage, usage_of
 
 _TIME_KEYS = ("time", "timestamp", "t", "arrival", "ts", "created", "created_at", "start_time", "startTime")
@@ -42,6 +43,7 @@ class Logged:
     salt: str = ""
     kwargs: dict[str, Any] = field(default_factory=dict)
     usage: Usage | None = None
+    answer: Answer | None = None
     prefill_s: float | None = None
     body: dict[str, Any] = field(default_factory=dict)
     outer: dict[str, Any] = field(default_factory=dict)
@@ -108,6 +110,7 @@ def _logged(outer: dict[str, Any], line: int) -> Iterator[Logged]:
         "session": _first(_SESSION_KEYS, outer, body.get("metadata"), outer.get("metadata"), body),
         "salt": _first(_SALT_KEYS, outer, body),
         "usage": usage_of(outer, *(outer.get(key) for key in _RESPONSE_KEYS)),
+        "answer": answer_of(*(outer.get(key) for key in _RESPONSE_KEYS), outer),
         "prefill_s": _number(outer.get("prefill_s")),
     }
     tools = body.get("tools")

@@ -29,7 +29,9 @@ COLD_TOKENS = 16
 class Break:
     """A finding with its price. ``repair`` is the better of the finding's repairs, None where none is worth it.
 
-    ``tokens_lost`` is what mending it saves once all breaks at earlier places of the prompt are mended.
+    ``tokens_lost`` is what mending it saves once all breaks at earlier places of the prompt are mended. ``status``:
+    ``confirmed`` where the log shows the change and the mended log what it costs; ``suspected`` where it changes, but
+    mending it saves nothing here, or in one request only, which may be chance; ``latent`` where it has not changed yet.
     """
 
     finding: Finding
@@ -77,7 +79,7 @@ def diagnose(
     chosen = _promising(found)
     best, breaks = _price(log, chosen, stages, before, block_size, advance)
     breaks += [
-        Break(f, None, 0, 0, before.hit_rate, "latent") for f in found if f not in chosen and f.kind != "user_data"
+        Break(f, None, 0, 0, before.hit_rate, "suspected") for f in found if f not in chosen and f.kind != "user_data"
     ]
     breaks += [Break(f, None, 0, 0, before.hit_rate, "latent") for f in latent.find(log, in_texts)]
     breaks.sort(key=lambda item: (-item.tokens_lost, item.finding.order))
@@ -142,10 +144,10 @@ def _price(
             Break(
                 finding,
                 repair if worth else None,
-                max(0, saved),
-                len(gains),
+                saved if worth else 0,
+                len(gains) if worth else 0,
                 _rate(before, saved, after.total - total) if worth else before.hit_rate,
-                finding.status if worth else "latent",
+                finding.status if worth else "suspected",
             )
         )
     return _placed_again(log, stages, before, current, breaks, block_size), breaks

@@ -9,10 +9,11 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from anaphora.text.outline import NOBODY
+from anaphora.tools.doctor.continued import Difference, end_of, rendered
 from anaphora.tools.doctor.findings import Finding, Repair, around, shown
 from anaphora.tools.doctor.load import Log
 from anaphora.tools.doctor.patterns import common_prefix, common_suffix
-from anaphora.tools.doctor.prompts import Prompt, Run, Segment
+from anaphora.tools.doctor.prompts import Prompt, Run
 from anaphora.tools.doctor.values import canonical, classify, squeezed, widen
 from anaphora.tools.doctor.variation import Occurrence
 
@@ -23,27 +24,11 @@ _ADVICE = {
     "moved_system": "put the constant system text first and leave it there; what changes goes behind the history",
     "key_order": "keep tool calls and results as the text that they were, without parsing and writing them again",
     "whitespace": "keep earlier messages byte for byte, spaces and line breaks too",
+    "retokenised": "send token ids back, not text; the same text has other tokens than those that the model wrote",
     "template": "use a chat template that writes earlier messages as it wrote them first",
 }
 _DEFAULT = "keep this out of earlier messages, or write it once and leave it as it was sent"
 TRIM_SHARE = 0.8
-
-
-@dataclass(frozen=True, slots=True)
-class Difference:
-    """``at`` is the message of the later request; ``dropped`` counts messages that a window has lost."""
-
-    kind: str
-    earlier: Prompt
-    later: Prompt
-    at: int
-    old: Segment | None = None
-    new: Segment | None = None
-    dropped: int = 0
-    last: int = 0
-    """The message of the later request up to which it repeats the earlier one."""
-    answer: bool = False
-    """Only what the template wrote to begin the answer differs."""
 
 
 @dataclass(slots=True)
@@ -52,6 +37,7 @@ class HistoryStage:
 
     differences: dict[int, Difference] = field(default_factory=dict)
     previous: Sequence[int] = ()
+    log: Log | None = None
     active: set[str] = field(default_factory=set)
     window: dict[int, tuple[int, int]] = field(default_factory=dict)
     """Of requests with trimmed history: (first message that may be dropped, how many more to drop)."""
@@ -88,29 +74,37 @@ class HistoryStage:
         return mended
 
     def _spliced(self, difference: Difference, prompt: Prompt, runs: list[Run]) -> list[Run]:
+        if difference.parted:
+            return self._answered(difference, runs)
         earlier = difference.earlier
         _, old, old_start = self._mended.get(earlier.number, (earlier, earlier.runs, _start(earlier, earlier.runs)))
         whole = difference.kind == "template"
         old_start = 0 if whole else old_start
         new_start = 0 if whole else _start(prompt, runs)
         # What comes from the earlier request is no longer a segment of this one.
-        kept = [(NOBODY, text) for _, text in old[old_start : _end(earlier, old, len(earlier.roles) - 1)]]
-        return [*runs[:new_start], *kept, *runs[_end(prompt, runs, difference.last) :]]
+        kept = [(NOBODY, text) for _, text in old[old_start : end_of(earlier, old, len(earlier.roles) - 1)]]
+        return [*runs[:new_start], *kept, *runs[end_of(prompt, runs, difference.last) :]]
+
+    def _answered(self, difference: Difference, runs: list[Run]) -> list[Run]:
+        """What the earlier request had, its answer as generated, and what is new behind it."""
+        earlier = difference.earlier
+        old = self._mended[earlier.number][1] if earlier.number in self._mended else earlier.runs
+        assert self.log is not None
+        assert earlier.answer is not None
+        end = end_of(earlier, earlier.runs, len(earlier.roles) - 1)
+        new, skip = [], difference.parted
+        for owner, number in runs[end:]:
+            text = self.log.store.text(number)
+            if skip < len(text):
+                new.append((owner, number) if skip == 0 else (NOBODY, self.log.store.intern(text[skip:])))
+            skip = max(0, skip - len(text))
+        return [*((NOBODY, text) for _, text in old), (NOBODY, earlier.answer), *new]
 
 
 def _start(prompt: Prompt, runs: list[Run]) -> int:
     """Index of the first run of the first message that is no system text."""
     head = prompt.head_length()
     return next((i for i, (o, _) in enumerate(runs) if o >= 0 and prompt.segments[o].message >= head), len(runs))
-
-
-def _end(prompt: Prompt, runs: list[Run], message: int) -> int:
-    """Index behind the last run of ``message``; of the longest beginning that is kept where it has none."""
-    for index in range(len(runs) - 1, -1, -1):
-        owner = runs[index][0]
-        if owner >= 0 and prompt.segments[owner].message <= message:
-            return index + 1
-    return max((i + 1 for i, (owner, _) in enumerate(runs[:-1]) if owner == NOBODY), default=0)
 
 
 def _system_first(prompt: Prompt, runs: list[Run]) -> list[Run]:
@@ -143,7 +137,7 @@ def _without(prompt: Prompt, runs: list[Run], first: int, count: int) -> list[Ru
 
 def find(log: Log, previous: Sequence[int]) -> tuple[list[Finding], HistoryStage]:
     """Every way in which conversations fail to extend themselves."""
-    stage = HistoryStage(previous=previous)
+    stage = HistoryStage(previous=previous, log=log)
     for prompt in log.prompts:
         if (before := previous[prompt.number]) >= 0:
             difference = _difference(log, log.prompts[before], prompt)
@@ -161,7 +155,7 @@ def _difference(log: Log, earlier: Prompt, later: Prompt) -> Difference | None:
     a, b = earlier.head_length(), later.head_length()
     old, new = earlier.message_ids[a:], later.message_ids[b:]
     if new[: len(old)] == old:
-        return _rendered(log, earlier, later, b + len(old) - 1)
+        return rendered(log, earlier, later, b + len(old) - 1)
     at = next((i for i, (x, y) in enumerate(zip(old, new, strict=False)) if x != y), min(len(old), len(new)))
     if moved := _moved(earlier, later, at + b):
         return moved
@@ -218,33 +212,6 @@ def _kind_of(old: str, new: str) -> str:
     return "rewritten_history"
 
 
-def _rendered(log: Log, earlier: Prompt, later: Prompt, last: int) -> Difference | None:
-    """Equal messages that the template has written otherwise."""
-    if (
-        earlier.tool_texts != later.tool_texts
-        or earlier.message_ids[: earlier.head_length()] != later.message_ids[: later.head_length()]
-    ):
-        return None
-    shared = earlier.runs[: _end(earlier, earlier.runs, len(earlier.roles) - 1)]
-    for index, run in enumerate(shared):
-        if index >= len(later.runs) or later.runs[index] != run:
-            owners = [o for o, _ in later.runs[index:] if o >= 0]
-            new = later.segments[owners[0]] if owners else None
-            at = new.message if new else len(later.roles) - 1
-            return Difference("template", earlier, later, at, new=new, last=last)
-    return _prompted(log, earlier, later, len(shared), last)
-
-
-def _prompted(log: Log, earlier: Prompt, later: Prompt, end: int, last: int) -> Difference | None:
-    """What the template wrote to begin the answer is not what stands there now that the answer is history."""
-    if len(earlier.runs) != end + 1 or end >= len(later.runs) or last + 1 >= len(later.roles):
-        return None
-    if log.store.text(later.runs[end][1]).startswith(log.store.text(earlier.runs[end][1])):
-        return None
-    new = next((s for s in later.segments if s.message == last + 1 and s.kind == "content"), None)
-    return Difference("template", earlier, later, last + 1, new=new, last=last, answer=True)
-
-
 def _windows(
     prompts: Sequence[Prompt], previous: Sequence[int], all_: dict[int, Difference], trimmed: list[Difference]
 ) -> dict[int, tuple[int, int]]:
@@ -267,8 +234,6 @@ def _windows(
 
 
 def _template_note(difference: Difference) -> str:
-    if difference.answer:
-        return "the template begins an answer with a text that it leaves out when the answer is history"
     later = difference.later
     order = [later.segments[owner].message for owner, _ in later.runs if owner >= 0]
     if any(b < a and b < later.head_length() for a, b in itertools.pairwise(order)):
@@ -293,8 +258,8 @@ def _finding(kind: str, found: list[Difference], log: Log, stage: HistoryStage) 
     if kind == "trimmed_history":
         steps = sorted({difference.dropped for difference in found})
         note = f"{steps[0] if len(steps) == 1 else f'{steps[0]} to {steps[-1]}'} of the oldest messages go each time"
-    if kind == "template":
-        note = _template_note(first)
+    if kind == "template" or first.answer:
+        note = first.answer or _template_note(first)
     return Finding(
         kind=kind,
         status="confirmed",

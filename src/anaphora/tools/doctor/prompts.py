@@ -47,6 +47,8 @@ class Prompt:
     message_ids: list[int] = field(default_factory=list)
     tool_texts: tuple[int, ...] = ()
     usage: Usage | None = None
+    answer: int | None = None
+    """The number of the text that the model wrote, with its tokens as generated; None where the log does not tell."""
     prefill_s: float | None = None
 
     @property

@@ -61,6 +61,7 @@ class Renderer:
             tool_texts=tuple(segment.text for segment in segments if segment.message == TOOLS),
             usage=logged.usage,
             prefill_s=logged.prefill_s,
+            answer=None if logged.answer is None else self._store.intern_answer(logged.answer),
         )
         self._number += 1
         return prompt

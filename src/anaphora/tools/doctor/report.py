@@ -42,8 +42,7 @@ def as_json(diagnosis: Diagnosis, options: DoctorOptions, prices: dict[str, Pric
 
 def _break(item: Break, diagnosis: Diagnosis, options: DoctorOptions, rate: float | None) -> dict[str, Any]:
     finding = item.finding
-    latent = item.status == "latent"
-    seconds = None if rate is None else (0.0 if latent else item.tokens_lost / rate)
+    seconds = None if rate is None else item.tokens_lost / rate
     advice = item.repair.advice if item.repair else finding.repairs[0].advice if finding.seen == 0 else NO_GAIN
     data = {
         "class": finding.kind,
@@ -60,7 +59,7 @@ def _break(item: Break, diagnosis: Diagnosis, options: DoctorOptions, rate: floa
         "note": finding.note,
         "requests": item.requests,
         "seen": finding.seen,
-        "tokens_lost": 0 if latent else item.tokens_lost,
+        "tokens_lost": item.tokens_lost,
         "seconds_lost": seconds,
         "predicted_hit_rate": item.predicted_hit_rate,
         "place": item.repair.place if item.repair else None,

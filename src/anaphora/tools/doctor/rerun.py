@@ -48,7 +48,8 @@ def run(log: Log, stages: Sequence[Stage] = (), *, block_size: int = 1, keep: bo
             runs = stage.apply(prompt, runs)
         pieces = prompt.pieces if runs is prompt.runs else log.store.join(text for _, text in runs)
         packed = log.store.packed(pieces)
-        found = cache.look(packed, prompt.number, prompt.root)
+        answer = b"" if prompt.answer is None else log.store.packed(log.store.pieces(prompt.answer))
+        found = cache.look(packed, prompt.number, prompt.root, answer)
         length = len(packed) // TOKEN_BYTES
         outcome.tokens.append(length)
         usable = min(found.tokens, max(0, length - 1))

@@ -29,12 +29,17 @@ class UnlimitedCache:
         self._index = PrefixIndex(UNLIMITED_BLOCK)
         self._owners: list[int] = []
 
-    def look(self, packed: bytes, number: int, salt: str | None = None) -> Found:
+    def look(self, packed: bytes, number: int, salt: str | None = None, answer: bytes = b"") -> Found:
+        """What of the prompt is cached. The packed tokens of the ``answer`` are kept behind it, as the engine does."""
         hashes: list[BlockHash] = []
         root = root_hash("doctor", salt)
         extend_chain(hashes, root, packed, UNLIMITED_BLOCK)
         match = self._index.match(root, hashes, packed)
         last = match.tail or (match.blocks[-1] if match.blocks else None)
+        if answer:
+            packed += answer
+            hashes = hashes[: len(match.blocks)]
+            extend_chain(hashes, root, packed, UNLIMITED_BLOCK)
         self._store(root, hashes, packed, len(match.blocks), number)
         return Found(match.tokens, self._owners[last.id] if last else -1)
 

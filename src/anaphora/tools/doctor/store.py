@@ -14,6 +14,7 @@ from hashlib import blake2b
 
 from anaphora.cache.hashing import TOKEN_BYTES, pack
 from anaphora.text.tokenizer import Tokenizer
+from anaphora.tools.doctor.answers import Answer
 
 _STARTS = r"[A-Za-zÀ-ÖØ-öø-ɏͰ-ϿЀ-ӿ\u3041-\u30fa\u4e00-\u9fff\uac00-\ud7a3]|[#*<{\-|>\[(\"]"
 """What a line begins with where it may be cut; digits are taken out first by some tokenizers."""
@@ -44,6 +45,7 @@ class Store:
         self._texts: dict[bytes, int] = {}
         self._pieces: list[array[int]] = []
         self._pairs: dict[tuple[int, int], array[int] | None] = {}
+        self._sealed: set[int] = set()
 
     def _make_cutters(self) -> list[re.Pattern[str] | None]:
         marks = "|".join(re.escape(text) for text in self._specials)
@@ -90,6 +92,36 @@ class Store:
             self.piece_tokens.append(pack(self._tokenizer.encode(clean, add_special_tokens=False)))
         return known
 
+    def intern_answer(self, answer: Answer) -> int:
+        """The number of a generated text, whose tokens stay as they were generated whatever stands beside it."""
+        ids = self._generated(answer)
+        key = blake2b(b"answer\0" + ids + answer.text.encode("utf-8", "surrogatepass"), digest_size=16).digest()
+        known = self._texts.get(key)
+        if known is None:
+            known = self._texts[key] = len(self._pieces)
+            self._sealed.add(len(self.piece_texts))
+            self._pieces.append(array("I", [len(self.piece_texts)]))
+            self.piece_texts.append(answer.text)
+            self.piece_tokens.append(ids)
+        return known
+
+    def _generated(self, answer: Answer) -> bytes:
+        """The ids as logged, or those of the logged tokens' texts; else those of the text as a whole."""
+        if answer.token_ids and self._reads(answer.token_ids).strip() == answer.text.strip():
+            return pack(answer.token_ids)
+        if answer.parts and "".join(answer.parts) == answer.text:
+            parts = [self._tokenizer.encode(part, add_special_tokens=False) for part in answer.parts]
+            if all(len(ids) == 1 for ids in parts):
+                return pack([ids[0] for ids in parts])
+        clean = answer.text.encode("utf-8", "replace").decode()
+        return pack(self._tokenizer.encode(clean, add_special_tokens=False))
+
+    def _reads(self, ids: Sequence[int]) -> str:
+        try:
+            return self._tokenizer.decode(ids)
+        except (IndexError, KeyError, OverflowError):
+            return ""  # ids of another vocabulary
+
     def text(self, number: int) -> str:
         return "".join(map(self.piece_texts.__getitem__, self._pieces[number]))
 
@@ -127,6 +159,8 @@ class Store:
 
     def _boundary(self, left: int, right: int) -> bool:
         """Whether the cutting would part these two neighbours."""
+        if left in self._sealed or right in self._sealed:
+            return True
         if self._cut is None:
             return False
         a, b = self.piece_texts[left], self.piece_texts[right]

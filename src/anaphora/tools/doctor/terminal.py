@@ -17,6 +17,12 @@ _LIMITS = {
 }
 
 
+_FREE = {
+    "suspected": "Changes, but mending it saves nothing in this log:",
+    "latent": "Has not changed in this log, but will:",
+}
+
+
 def show(data: dict[str, Any], console: Console) -> None:
     console.print(
         f"{data['requests']:,} requests in {data['conversations']:,} conversations, "
@@ -34,14 +40,15 @@ def show(data: dict[str, Any], console: Console) -> None:
     for warning in data["warnings"]:
         console.print(Text(f"note: {warning}", style="yellow"))
     breaks = data["breaks"]
-    confirmed = [item for item in breaks if item["status"] != "latent"]
+    confirmed = [item for item in breaks if item["status"] == "confirmed"]
     if not confirmed:
         console.print("nothing to mend")
     for number, item in enumerate(confirmed, 1):
         show_break(number, item, data, console)
-    if latent := [item for item in breaks if item["status"] == "latent"]:
-        console.print("\nCosts nothing in this log:", highlight=False)
-        for item in latent:
+    for status, title in _FREE.items():
+        if items := [item for item in breaks if item["status"] == status]:
+            console.print(f"\n{title}", highlight=False)
+        for item in items:
             console.print(Text(f"  {item['class']} in {_where(item)}: ") + _context(item, console), highlight=False)
             console.print(f"    {item['varies']}; {item['repair']}", highlight=False, markup=False)
     limits = ", ".join(f"{count} {_LIMITS[name]}" for name, count in data["limits"].items() if count)
