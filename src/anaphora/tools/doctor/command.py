@@ -43,8 +43,9 @@ def main(options: DoctorOptions) -> int:
     terminal.show(data, Console())
     if options.fix:
         assert options.log is not None
-        written, changed = fix.write(diagnosis, options.log, options.fix)
-        Console().print(f"{options.fix}: {written:,} requests, {changed:,} of them changed", highlight=False)
+        fixed = fix.write(diagnosis, options.log, options.fix)
+        data["fix"] = fixed.as_json()
+        terminal.show_fix(options.fix, data["fix"], Console())
     if options.html:
         _write(options.html, render_page(diagnosis, data))
     if options.json:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from anaphora.tools.doctor import conversations, history, latent, slots, toolset
 from anaphora.tools.doctor.findings import Finding, Repair, Stage
 from anaphora.tools.doctor.load import Log
+from anaphora.tools.doctor.moves import SlotMoves
 from anaphora.tools.doctor.rerun import Outcome, run, run_limited
 from anaphora.tools.doctor.simulate import UnlimitedCache
 
@@ -92,7 +93,7 @@ def diagnose(
     return diagnosis
 
 
-def _keep_behind(repair: Repair, moves: slots.SlotMoves) -> None:
+def _keep_behind(repair: Repair, moves: SlotMoves) -> None:
     """Constant system text goes to the front only together with what changes in it going behind the history."""
     inner = repair.switch
 

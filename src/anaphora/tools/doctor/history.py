@@ -65,13 +65,24 @@ class HistoryStage:
         elif difference is not None and difference.kind in self.active and difference.kind != "trimmed_history":
             mended = self._spliced(difference, prompt, mended)
         elif difference is None and (before := self.previous[prompt.number]) in self._mended:
+            last = self.repeated(prompt)
             earlier = self._mended[before][0]
-            head = prompt.head_length()
-            last = head + len(earlier.roles) - earlier.head_length() - 1
-            mended = self._spliced(Difference("", earlier, prompt, head, last=last), prompt, mended)
+            mended = self._spliced(
+                Difference("", earlier, prompt, prompt.head_length(), last=last or 0), prompt, mended
+            )
         if mended is not runs and "trimmed_history" not in self.active:
             self._mended[prompt.number] = prompt, mended, _start(prompt, runs)
         return mended
+
+    def repeated(self, prompt: Prompt) -> int | None:
+        """The last message that repeats the request before it in the conversation, where it is to be sent as there."""
+        difference, before = self.differences.get(prompt.number), self.previous[prompt.number]
+        if before < 0 or self.log is None or (difference is not None and difference.kind not in self.active):
+            return None
+        if difference is not None:
+            return None if difference.kind in ("template", "retokenised") else difference.last
+        earlier = self.log.prompts[before]
+        return prompt.head_length() + len(earlier.roles) - earlier.head_length() - 1
 
     def _spliced(self, difference: Difference, prompt: Prompt, runs: list[Run]) -> list[Run]:
         if difference.parted:
@@ -229,6 +240,8 @@ def _windows(
         if count:
             lost[prompt.number] = first, count
             more = -(-count // chunk) * chunk - count
+            while first + more < len(prompt.roles) - 1 and prompt.roles[first + more] == "tool":
+                more += 1  # a tool's result goes with its call
             windows[prompt.number] = first, min(more, len(prompt.roles) - first - 1)
     return windows
 
@@ -269,7 +282,14 @@ def _finding(kind: str, found: list[Difference], log: Log, stage: HistoryStage) 
         start=segment.offset + start,
         end=segment.offset + end,
         samples=shown([value for value in (old_value, text[start:end]) if value]),
-        repairs=[Repair("as first sent", _ADVICE.get(kind, _DEFAULT), partial(stage.switch, kind), rewrites=False)],
+        repairs=[
+            Repair(
+                "as first sent",
+                _ADVICE.get(kind, _DEFAULT),
+                partial(stage.switch, kind),
+                rewrites=kind not in ("template", "retokenised"),
+            )
+        ],
         seen=len(found),
         line=first.later.line,
         varies=f"in {len(found)} of {len(log.prompts)} requests",

@@ -5,16 +5,16 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 
 from anaphora.text.outline import TOOLS
 from anaphora.tools.doctor.findings import Finding, Repair, around, shown
 from anaphora.tools.doctor.load import Log
+from anaphora.tools.doctor.moves import Region, SlotMoves
 from anaphora.tools.doctor.patterns import Pattern, Patterns, Span
-from anaphora.tools.doctor.prompts import Prompt, Run, Segment
+from anaphora.tools.doctor.prompts import Prompt, Segment
 from anaphora.tools.doctor.store import Store
-from anaphora.tools.doctor.values import LONG_TEXT, Verdict, classify, spelt_alike, widen
+from anaphora.tools.doctor.values import LONG_TEXT, canonical, classify, spelt_alike, widen
 from anaphora.tools.doctor.variation import Occurrence
 
 LONG_LINE = 100
@@ -23,6 +23,8 @@ LONGEST_UNIT = 300
 """Characters of constant text that move with a value at most."""
 LEAST_AFTER = 400
 """Characters of constant text that must follow in a user's message: what follows is the reason to mend it."""
+LEAST_BEHIND = 40
+"""The same for a completion's prompt, which ends with what is new in it."""
 SHAPE_LENGTH = 10
 PARTED_SLOTS = 3
 MOST_FAMILIES = 4
@@ -47,101 +49,8 @@ _FIRST_ADVICE = {
     "clock_time": "give the model a tool that tells the time, or ",
     "date": "write it where it is needed only: ",
 }
+SYSTEM = ("system", "developer")
 _NOT_IN_PROMPT = ("request_id", "session_id", "hash", "counter")
-
-Edges = tuple[int, int]
-
-
-@dataclass(slots=True)
-class Region:
-    """Slots of one pattern that lie in the same or neighbouring lines: they are mended together.
-
-    ``units`` has for each member text the span that moves, ``values`` the span of the main slot's value.
-    """
-
-    pattern: Pattern
-    slots: list[int]
-    group: str
-    units: dict[int, Span] = field(default_factory=dict)
-    values: dict[int, Span] = field(default_factory=dict)
-    first: str = ""
-    """The value in the first member, which takes the place of all others where a slot is mended in place."""
-
-
-@dataclass(slots=True)
-class SlotMoves:
-    """All moves of regions in one log, applied together. ``moves`` maps a region's index to where it goes."""
-
-    store: Store
-    regions: list[Region]
-    of_text: dict[int, list[int]]
-    moves: dict[int, str] = field(default_factory=dict)
-    all_system: bool = False
-    """All that changes in system texts goes to the end of the last user message."""
-    _known: dict[int, tuple[int, str]] = field(default_factory=dict)
-
-    def reset(self) -> None:
-        self._known.clear()
-
-    def switch(self, region: int, where: str, on: bool) -> None:
-        """``where``: ``user`` (end of the last user message), ``tail`` (of the same text), ``first`` (in place)."""
-        if on:
-            self.moves[region] = where
-        else:
-            self.moves.pop(region, None)
-
-    def apply(self, prompt: Prompt, runs: list[Run]) -> list[Run]:
-        changed: list[Run] | None = None
-        late = ""
-        for index, (owner, text) in enumerate(runs):
-            if owner < 0 or text != (original := prompt.segments[owner].text) or original not in self.of_text:
-                continue
-            mended, moved = self.mended(original)
-            if mended != text or moved:
-                changed = list(runs) if changed is None else changed
-                changed[index] = owner, mended
-                late += moved
-        if changed is None:
-            return runs
-        return self._appended(prompt, changed, late) if late else changed
-
-    def mended(self, number: int) -> tuple[int, str]:
-        """The number of a text without what moves, and what goes to the end of the last user message."""
-        if number not in self._known:
-            chosen = {i: where for i in self.of_text[number] if (where := self._where(i)) is not None}
-            wanted = list(chosen)
-            text, tail, late = self.store.text(number), "", ""
-            for index in sorted(wanted, key=lambda i: self.regions[i].units[number], reverse=True):
-                region, where = self.regions[index], chosen[index]
-                start, end = region.values[number] if where == "first" else region.units[number]
-                unit = text[start:end].strip("\n")
-                if where == "first":
-                    text = text[:start] + region.first + text[end:]
-                    continue
-                text = text[:start] + text[end:]
-                if where == "tail":
-                    tail = f"{unit}\n{tail}" if tail else unit
-                else:
-                    late = f"\n{unit}{late}"
-            if tail:
-                text += tail if text.endswith("\n") or not text else f"\n{tail}"
-            self._known[number] = (self.store.intern(text) if wanted else number), late
-        return self._known[number]
-
-    def _where(self, region: int) -> str | None:
-        return self.moves.get(region) or (
-            "user" if self.all_system and self.regions[region].group == "system" else None
-        )
-
-    def _appended(self, prompt: Prompt, runs: list[Run], late: str) -> list[Run]:
-        """The moved text at the end of the last user message; of a completion, at the end of the prompt."""
-        for index in range(len(runs) - 1, -1, -1):
-            owner, text = runs[index]
-            if owner >= 0 and prompt.segments[owner].role in ("user", "prompt"):
-                runs[index] = owner, self.store.intern(f"{self.store.text(text)}\n{late}")
-                return runs
-        runs.append((-1, self.store.intern(late)))
-        return runs
 
 
 def _group(prompt: Prompt, segment: Segment, store: Store) -> str | None:
@@ -153,7 +62,7 @@ def _group(prompt: Prompt, segment: Segment, store: Store) -> str | None:
         return f"tool {match[1]}" if match else None
     if segment.kind != "content":
         return None
-    if segment.role in ("system", "developer"):
+    if segment.role in SYSTEM:
         return "system"
     return "user" if segment.role == "user" else None
 
@@ -161,13 +70,16 @@ def _group(prompt: Prompt, segment: Segment, store: Store) -> str | None:
 def find(log: Log, conversations: Sequence[int]) -> tuple[list[Finding], SlotMoves]:
     """Every changing part, with its class and its repairs."""
     groups: dict[str, Patterns] = {}
+    schemas: set[tuple[str, str | None]] = set()
     for prompt in log.prompts:
         for segment in prompt.segments:
             if (name := _group(prompt, segment, log.store)) is not None:
                 patterns = groups.get(name)
                 if patterns is None:
                     patterns = groups[name] = Patterns(strict=name == "user")
-                if not patterns.knows(segment.text):
+                if not patterns.knows(segment.text) and not (
+                    segment.kind == "tool" and _known(schemas, name, segment, log)
+                ):
                     patterns.add(segment.text, log.store.text(segment.text))
     regions = [
         region
@@ -189,6 +101,14 @@ def find(log: Log, conversations: Sequence[int]) -> tuple[list[Finding], SlotMov
         if (finding := _finding(index, region, moves, places, log, conversations)) is not None
     ]
     return findings, moves
+
+
+def _known(schemas: set[tuple[str, str | None]], name: str, segment: Segment, log: Log) -> bool:
+    """Whether the tool's JSON has come before, be it with its keys in another order; notes it."""
+    key = name, canonical(log.store.text(segment.text))
+    known = key in schemas
+    schemas.add(key)
+    return known
 
 
 Place = tuple[Prompt, Segment]
@@ -267,8 +187,10 @@ def _regions(pattern: Pattern, group: str, store: Store) -> Iterator[Region]:
             whole_lines = (start == 0 or text[start - 1] == "\n") and text[end : end + 1] == "\n"
             region.units[n] = (start, end + 1 if whole_lines else end)
             region.values[n] = (wide[n][ends[0]][0], wide[n][ends[1]][1])
+        region.spans = [wide[model][k] for k in slots]
         region.first = texts[model][slice(*region.values[model])]
-        if group == "user" and min(len(t) - region.units[n][1] for n, t in texts.items()) < LEAST_AFTER:
+        least = {"user": LEAST_AFTER, "prompt": LEAST_BEHIND}.get(group, 0)
+        if min(len(t) - region.units[n][1] for n, t in texts.items()) < least:
             continue
         yield region
 
@@ -333,7 +255,9 @@ def _finding(
     text = log.store.text(segment.text)
     start, end = region.values[segment.text]
     verdict = classify(occurrences, text[max(0, text.rfind("\n", 0, start), start - 40) : start])
+    region.kind = verdict.kind
     values = list(dict.fromkeys(occurrence.value for occurrence in occurrences))
+    rounds = any(other.roles and other.roles[-1] not in ("user", *SYSTEM) for other, _ in places[index])
     return Finding(
         kind=verdict.kind,
         status="confirmed",
@@ -343,7 +267,7 @@ def _finding(
         start=segment.offset + start,
         end=segment.offset + end,
         samples=shown(values),
-        repairs=_repairs(index, region, moves, verdict, segment),
+        repairs=_repairs(index, region, moves, verdict.kind, segment, rounds=rounds),
         seen=len(changed),
         line=prompt.line,
         varies=verdict.varies,
@@ -352,11 +276,14 @@ def _finding(
     )
 
 
-def _repairs(index: int, region: Region, moves: SlotMoves, verdict: Verdict, segment: Segment) -> list[Repair]:
-    if verdict.kind in _IN_PLACE:
-        return [Repair("same place", _IN_PLACE[verdict.kind], partial(moves.switch, index, "first"))]
-    what = "take it out of the prompt; if the model needs it, " if verdict.kind in _NOT_IN_PROMPT else ""
-    what = what or _FIRST_ADVICE.get(verdict.kind, "")
+def _repairs(
+    index: int, region: Region, moves: SlotMoves, kind: str, segment: Segment, *, rounds: bool
+) -> list[Repair]:
+    """``rounds``: there are requests whose last message is no user's, such as those with a tool's result."""
+    if kind in _IN_PLACE:
+        return [Repair("same place", _IN_PLACE[kind], partial(moves.switch, index, "first"))]
+    what = "take it out of the prompt; if the model needs it, " if kind in _NOT_IN_PROMPT else ""
+    what = what or _FIRST_ADVICE.get(kind, "")
     if segment.message == TOOLS:
         end = f"{what}keep it out of the tool's description and write it at the end of the last user message"
         return [Repair("end of the last user message", end, partial(moves.switch, index, "user"), rewrites=False)]
@@ -366,7 +293,13 @@ def _repairs(index: int, region: Region, moves: SlotMoves, verdict: Verdict, seg
                 "end of the same text", f"{what}put it behind the constant text", partial(moves.switch, index, "tail")
             )
         ]
+    very_end = Repair(
+        "very end of the prompt",
+        f"{what}move its line to a message of its own at the very end, behind tool results too",
+        partial(moves.switch, index, "end"),
+    )
     return [
+        *([very_end] if rounds else []),
         Repair(
             "end of the last user message",
             f"{what}move its line to the end of the last user message",

@@ -102,3 +102,17 @@ def show_break(number: int, item: dict[str, Any], data: dict[str, Any], console:
     console.print(
         f"   repair: {item['repair']} (hit rate then {item['predicted_hit_rate']:.1%})", highlight=False, markup=False
     )
+
+
+def show_fix(name: str, fixed: dict[str, Any], console: Console) -> None:
+    """What was written, and what moved in it."""
+    console.print(f"\n{name}: {fixed['requests']:,} requests, {fixed['changed']:,} of them changed", highlight=False)
+    for move in fixed["moved"]:
+        what = ", ".join(repr(sample) for sample in move["samples"])
+        console.print(
+            f"  {move['class']} ({move['requests']:,} requests): {what}: {move['from']} -> {move['to']}",
+            highlight=False,
+            markup=False,
+        )
+    for template in fixed["templates"]:
+        console.print(f"  {template}: the prompt with placeholders", highlight=False)

@@ -66,6 +66,10 @@ class ToolStage:
             changed[place] = run
         return changed if changed != runs else runs
 
+    def first_form(self, text: int) -> str:
+        """The first tool text with the same JSON."""
+        return self._store.text(self._first[self.keys[text]])
+
     def _first_form(self, prompt: Prompt, owner: int, text: int) -> int:
         own = prompt.segments[owner].text
         return self._first[self.keys[own]] if text == own else text
