@@ -7,9 +7,10 @@ import contextlib
 import gzip
 import json
 import logging
+import socket
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,7 @@ class Setup:
     proxy: Proxy
     port: int
     out: Path
-    connections: list[asyncio.StreamWriter] = field(default_factory=list)
+    listener: Any
 
     @property
     def url(self) -> str:
@@ -67,7 +68,7 @@ async def recording(
     proxy = Proxy(upstream, writer, keep_prompts=keep_prompts, ask_usage=ask_usage)
     listener = await asyncio.start_server(proxy.serve, "127.0.0.1", 0)
     try:
-        yield Setup(proxy, listener.sockets[0].getsockname()[1], out)
+        yield Setup(proxy, listener.sockets[0].getsockname()[1], out, listener.sockets[0])
     finally:
         listener.close()
         await asyncio.wait_for(proxy.end(), 20)
@@ -475,6 +476,24 @@ async def test_a_fault_in_the_books_does_not_touch_the_answer(
     assert "could not be followed" in caplog.text
 
 
+async def test_a_fault_in_the_books_does_not_touch_the_request(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("anaphora.tools.recorder.exchange.Exchange.asked", lambda *_: 1 / 0)
+    seen, reply = bytearray(), answer(b"{}")
+    sent = request(body=b"{}")
+
+    async def script(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        seen.extend(await reader.readuntil(b"{}"))
+        writer.write(reply)
+
+    async with recording(script, tmp_path / "log") as setup:
+        assert await through(setup, sent) == reply
+        assert bytes(seen) == readdressed(setup, sent)
+        assert setup.proxy.lost == 1
+    assert "could not be followed" in caplog.text
+
+
 async def test_an_upgrade_is_passed_on(tmp_path: Path) -> None:
     switch = b"HTTP/1.1 101 Switching Protocols\r\nUpgrade: websocket\r\nConnection: Upgrade\r\n\r\n"
 
@@ -546,6 +565,35 @@ async def test_the_end_waits_for_answers_and_not_for_idle_connections(tmp_path: 
         await asyncio.wait_for(ending, 20)
         idle.close()
         assert len(setup.records()) == 1
+
+
+async def test_the_end_waits_until_a_slow_client_has_its_answer(tmp_path: Path) -> None:
+    reply = answer(BIG[:60_000])  # more than the kernel keeps here, less than makes the recorder wait for the client
+
+    async def script(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"{}")
+        writer.write(reply)
+        await writer.drain()
+        await reader.read()
+
+    async with recording(script, tmp_path / "log") as setup:
+        setup.listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+        client = socket.socket()
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        client.connect(("127.0.0.1", setup.port))
+        client.sendall(request(body=b"{}"))
+        while not setup.proxy._connections:
+            await asyncio.sleep(0.01)
+        while setup.proxy.open or not any(c._requested for c in setup.proxy._connections):
+            await asyncio.sleep(0.01)
+        ending = asyncio.create_task(setup.proxy.end())
+        await asyncio.sleep(0.3)
+        assert setup.proxy.open == 0
+        assert not ending.done()
+        got = await asyncio.to_thread(lambda: b"".join(iter(lambda: client.recv(65536), b"")))
+        assert got == reply
+        await asyncio.wait_for(ending, 20)
+        client.close()
 
 
 async def test_the_end_can_be_cut_short(tmp_path: Path) -> None:

@@ -26,7 +26,8 @@ class RecordOptions:
             raise ConfigError("name the server with --upstream http://HOST:8000")
         if self.out is None:
             raise ConfigError("name the log with --out FILE")
-        parse_server_url(self.upstream)
+        if "@" in parse_server_url(self.upstream):
+            raise ConfigError(f"--upstream {self.upstream} names a user: clients send their own keys, leave it out")
         if not 0 <= self.port <= 65535:
             raise ConfigError(f"--port must be 0 to 65535, got {self.port}")
         if self.rotate_bytes < 1:

@@ -28,6 +28,7 @@ logger = logging.getLogger("anaphora.record")
 
 CHUNK_BYTES = 64 * 1024
 CONNECT_S = 10
+FLUSH_S = 0.1
 DRAIN_BYTES = 64 * 2**20
 """How much of a request is read and thrown away where the server cannot be reached, so that its sender reads why."""
 
@@ -101,9 +102,10 @@ class Proxy:
             while self._connections:
                 self._changed.clear()
                 for connection, task in list(self._connections.items()):
-                    if not connection.waiting:
+                    if not connection.busy:
                         task.cancel()
-                await self._changed.wait()
+                with contextlib.suppress(TimeoutError):  # bytes that a client takes make no event
+                    await asyncio.wait_for(self._changed.wait(), FLUSH_S)
         except asyncio.CancelledError:
             for task in self._connections.values():
                 task.cancel()
@@ -150,6 +152,11 @@ class _Connection:
         self._client_left = False
         self._followed = True
 
+    @property
+    def busy(self) -> bool:
+        """Whether an answer is awaited or not yet taken by the client."""
+        return bool(self.waiting) or self._client.transport.get_write_buffer_size() > 0
+
     async def run(self) -> None:
         upward: asyncio.Task[None] | None = None
         try:
@@ -193,7 +200,7 @@ class _Connection:
             while data := await self._client_reader.read(CHUNK_BYTES):
                 if self._server.is_closing():
                     return
-                self._server.write(b"".join([self._asked(piece) for piece in self._requests.feed(data)]))
+                self._server.write(b"".join([self._passed(piece) for piece in self._requests.feed(data)]))
                 with contextlib.suppress(OSError):  # the other direction hears of it
                     await self._server.drain()
         except OSError:
@@ -207,6 +214,15 @@ class _Connection:
             self._server.write_eof()
         else:
             self._server.close()
+
+    def _passed(self, piece: Piece) -> bytes:
+        """The bytes to send for a piece of a request. As with answers, a fault in the books costs records only."""
+        try:
+            return self._asked(piece)
+        except Exception:
+            logger.exception("a request could not be followed; the rest of its connection is not recorded")
+            self._lose()
+            return piece.raw
 
     def _asked(self, piece: Piece) -> bytes:
         """Note a piece of a request; the bytes to send for it."""
