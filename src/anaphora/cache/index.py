@@ -17,12 +17,11 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import takewhile
 
 from anaphora.cache.hashing import TOKEN_BYTES, BlockHash
 from anaphora.cache.pool import Block
 
-NEIGHBOURS = 32
+NEIGHBOURS = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,11 +115,14 @@ class PrefixIndex:
             return None
         prefix = wanted[: shared * TOKEN_BYTES]
         at = bisect_left(entries, (wanted, -1))
-        alike = [self._latest[parent]] if parent in self._latest else []
-        for side in (reversed(entries[max(at - NEIGHBOURS, 0) : at]), entries[at : at + NEIGHBOURS]):
-            alike += (block for _, _, block in takewhile(lambda entry: entry[0].startswith(prefix), side))
-        going_on = (block for block in alike if block.filled > shared and block.tokens.startswith(prefix))
-        return max(going_on, key=lambda block: block.made, default=None)
+        best = None
+        for block in (
+            self._latest.get(parent),
+            *(block for _, _, block in entries[max(at - NEIGHBOURS, 0) : at + NEIGHBOURS]),
+        ):
+            if block is not None and block.filled > shared and block.tokens.startswith(prefix):
+                best = block if best is None or block.made > best.made else best
+        return best
 
     def continuation(self, block: Block) -> Block | None:
         """What follows a full block in the sequence that made it; None where that is not to be found quickly."""
