@@ -8,8 +8,10 @@ from anaphora.types import (
     CacheReport,
     EngineInfo,
     EngineStats,
+    Eviction,
     FinishReason,
     ModelInfo,
+    Neighbour,
     PromptDone,
     Request,
     SamplingParams,
@@ -30,7 +32,8 @@ SAMPLING = SamplingParams(
 )
 REQUEST = Request("r", (1, 2, 3), SAMPLING, 1.25, (0, 5), "tenant", False)
 LOGPROBS = (TokenLogprobs(4, -0.5, 1, ((4, -0.5), (9, -float("inf")))),)
-PROMPT = PromptDone(CacheReport(9, 8, "hit", "all", 8, True), 0.1, 0.0, 0.5, (None, *LOGPROBS))
+REPORT = CacheReport(9, 8, "hit", "all", 8, True, Neighbour("a", 1.5, (7, 8)), Eviction(2.0, "b", 16, 32), "x")
+PROMPT = PromptDone(REPORT, 0.1, 0.0, 0.5, (None, *LOGPROBS))
 UPDATES = (
     SequenceUpdate("r", 0, (4,), 2.0, LOGPROBS, PROMPT),
     SequenceUpdate("r", 2, (5, 2), 2.0, finish_reason=FinishReason.STOP, stop_reason=2),
@@ -47,6 +50,7 @@ INFO = EngineInfo(ModelInfo("m", "sha", 100, 64, 32, 16, 4096, "bfloat16", "bflo
         messages.Abort("r"),
         messages.FinishChoice("r", 1),
         messages.Reset(),
+        messages.Explain(REQUEST),
         messages.Check(),
         messages.Ping(),
         messages.Shutdown(),

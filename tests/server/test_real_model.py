@@ -61,6 +61,28 @@ def test_cold_cached_and_streamed_answers_are_the_same(client: openai.OpenAI) ->
         assert len(one.top_logprobs) == 3
 
 
+def test_an_answer_says_where_it_parts_from_an_earlier_one(client: openai.OpenAI) -> None:
+    def ask(question: str, **more: Any) -> Any:
+        messages = [{"role": "system", "content": "Be brief and never guess."}, {"role": "user", "content": question}]
+        body: dict[str, Any] = {"model": "tiny", "messages": messages, "max_tokens": 4, "temperature": 0}
+        return client.chat.completions.with_raw_response.create(**body, extra_body={"explain_cache": True}, **more)
+
+    first = ask("[Request ID: 4711] Who are you?").parse()
+    answer = ask("[Request ID: 4812] Who are you?")
+    (told,) = answer.parse().cache_explanations
+    assert told["reason"] == "diverged"
+    assert told["place"] == {"message": 1, "role": "user", "character": 14}
+    assert told["diverged"]["request_id"] == first.id
+    assert told["diverged"]["text"].startswith("812] Who")
+    assert told["diverged"]["other_text"].startswith("711] Who")
+    cached = answer.parse().usage.prompt_tokens_details.cached_tokens
+    assert answer.headers["x-anaphora-cache"].startswith(f"diverged;cached={cached};")
+    stream = ask("[Request ID: 4812] Who are you?", stream=True)
+    assert stream.headers["x-anaphora-cache"].startswith("short;")
+    *_, last = stream.parse()
+    assert last.cache_explanations[0]["reason"] == "short"
+
+
 def test_a_seed_decides_every_choice(client: openai.OpenAI) -> None:
     body: dict[str, Any] = {"model": "tiny", "prompt": "Once", "max_tokens": 12, "seed": 5, "n": 3}
     first, second = (client.completions.create(**body) for _ in range(2))
