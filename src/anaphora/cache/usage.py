@@ -11,7 +11,6 @@ to the block that it continued.
 
 from __future__ import annotations
 
-from collections import defaultdict
 from dataclasses import dataclass
 
 from anaphora.cache.hashing import BlockHash
@@ -36,6 +35,42 @@ class Used:
     def saved(self) -> int:
         """Blocks that were not computed, those of the beginning that it extends left out."""
         return self.hits * self.own
+
+
+class _Node:
+    """A block where matches ended or ways meet; ``hits`` are first its own, then all that pass through."""
+
+    __slots__ = ("above", "block", "depth", "hits", "last_hit", "root")
+
+    def __init__(self, block: Block, depth: int) -> None:
+        self.block = block
+        self.depth = depth
+        self.hits = block.hits
+        self.last_hit = block.last_hit
+        self.above: _Node | None = None
+        self.root: BlockHash | None = None
+
+
+class _Way:
+    """The blocks from an end up to the first one that another way has, or to ``root``; ``nodes`` lie on it."""
+
+    __slots__ = ("meets", "nodes", "root")
+
+    def __init__(self) -> None:
+        self.nodes: dict[int, _Node] = {}
+        self.meets: _Node | None = None
+        self.root: BlockHash | None = None
+
+    def node(self, block: Block, depth: int) -> _Node:
+        return self.nodes.setdefault(block.id, _Node(block, depth))
+
+    def linked(self) -> list[_Node]:
+        nodes = sorted(self.nodes.values(), key=lambda node: node.depth)
+        above = self.meets
+        for node in nodes:
+            node.above, node.root = above, self.root
+            above = node
+        return nodes
 
 
 class Usage:
@@ -64,42 +99,44 @@ class Usage:
     def shared(self, root: BlockHash) -> list[Used]:
         """The reused beginnings under ``root`` behind which prompts part or end, those first that save most.
 
-        Takes time in proportion to the blocks that were ever hit.
+        Takes time in proportion to the blocks that were ever hit: each is looked at once.
         """
-        through = self._sums()
-        found: list[Used] = []
-        open_ends = [(block, 1, 0) for block in self._index.continuations(root) if block.id in through]
-        while open_ends:
-            block, depth, above = open_ends.pop()
-            assert block.hash is not None
-            hits, last_hit = through[block.id]
-            behind = [b for b in self._index.continuations(block.hash) if b.id in through]
-            if hits > max((through[b.id][0] for b in behind), default=0):
-                found.append(Used(block, depth, depth - above, hits, last_hit))
-                above = depth
-            open_ends += ((b, depth + 1, above) for b in behind)
+        nodes = sorted(self._tree(), key=lambda node: node.depth)
+        for node in reversed(nodes):
+            if node.above is not None:
+                node.above.hits += node.hits
+                node.above.last_hit = max(node.above.last_hit, node.last_hit)
+        found = []
+        for node in nodes:
+            above = node.above
+            if above is not None:
+                node.root = above.root
+            if node.root == root:
+                own = node.depth - (above.depth if above is not None else 0)
+                found.append(Used(node.block, node.depth, own, node.hits, node.last_hit))
         return sorted(found, key=lambda used: (-used.saved, -used.last_hit))
 
-    def _sums(self) -> dict[int, tuple[int, float]]:
-        """Block id to the hits that pass through it or end there, and the time of the last."""
+    def _tree(self) -> list[_Node]:
+        """Where matches ended and where the ways up from these ends meet, each with the next one above it."""
         self._ends = {id: block for id, block in self._ends.items() if block.hits}
-        levels: defaultdict[int, list[Block]] = defaultdict(list)
-        through: dict[int, tuple[int, float]] = {}
-        for block in self._ends.values():
-            levels[block.depth].append(block)
-            through[block.id] = block.hits, block.last_hit
-        for depth in range(max(levels, default=0), 1, -1):
-            for block in levels.pop(depth, ()):
-                assert block.parent is not None
-                if (parent := self._index.full.get(block.parent)) is None:
-                    continue
-                hits, last_hit = through[block.id]
-                if parent.id not in through:
-                    through[parent.id] = 0, 0.0
-                    levels[depth - 1].append(parent)
-                before, time = through[parent.id]
-                through[parent.id] = before + hits, max(time, last_hit)
-        return through
+        full = self._index.full
+        ways: list[_Way] = []
+        way_of: dict[int, _Way] = {}
+        for end in self._ends.values():
+            way = _Way()
+            at: Block | None = end
+            depth = end.depth
+            while at is not None and at.id not in way_of:
+                way_of[at.id] = way
+                assert at.parent is not None
+                way.root = at.parent
+                at = full.get(at.parent)
+                depth -= 1
+            if at is not None:
+                way.meets = way_of[at.id].node(at, depth)
+            way_of[end.id].node(end, end.depth)
+            ways.append(way)
+        return [node for way in ways for node in way.linked()]
 
     def packed(self, block: Block) -> bytes:
         """The packed tokens of the beginning that ends in ``block``."""
