@@ -111,6 +111,34 @@ def test_a_salt_parts_the_tenants(client: openai.OpenAI) -> None:
     assert [cached(salt) for salt in ("a", "b", "a", "b", "ab")] == [0, 0, 29, 29, 0]
 
 
+def test_a_pinned_prefix_stays_while_the_pool_turns_over(server: RunningServer, client: openai.OpenAI) -> None:
+    system: Any = {"role": "system", "content": "You answer questions about prefixes. " * 6}
+
+    def ask(question: str) -> Any:
+        messages: Any = [system, {"role": "user", "content": question}]
+        return client.chat.completions.create(model="tiny", messages=messages, max_tokens=8, temperature=0)
+
+    cold = ask("Why?")
+    pinned: Any = client.post("/cache/pin", cast_to=object, body={"model": "tiny", "messages": [system]})
+    (pin,) = pinned["data"]
+    for i in range(24):  # 24 prompts of 500 tokens in a pool of 8,176
+        client.completions.create(model="tiny", prompt=f"{i:03}" * 166, max_tokens=2)
+    assert ask("How?").usage.prompt_tokens_details.cached_tokens == pin["tokens"] == pin["kept_tokens"]
+    again = ask("Why?")
+    assert again.choices[0].message.content == cold.choices[0].message.content
+    listed: Any = client.get("/cache/prefixes", cast_to=object, options={"params": {"limit": 3}})
+    assert [entry["id"] for entry in listed["pins"]] == [pin["id"]]
+    assert listed["pins"][0]["text_start"].startswith("<|im_start|>system\nYou answer")
+    shown: Any = client.post("/chat/completions/render", cast_to=object, body={"messages": [system], "model": "tiny"})
+    assert shown["prompt"].startswith("<|im_start|>system\nYou answer")
+    most = [f"{i:03}" * 166 for i in range(100, 117)]
+    with pytest.raises(openai.BadRequestError, match=r"too much to pin: .* most 479 may be pinned"):
+        client.post("/cache/pin", cast_to=object, body={"prompt": most})
+    client.post("/cache/unpin", cast_to=object, body={"id": pin["id"]})
+    with pytest.raises(openai.NotFoundError, match="is not pinned"):
+        client.post("/cache/unpin", cast_to=object, body={"id": pin["id"]})
+
+
 def test_a_prompt_over_the_window_is_refused_and_the_next_one_served(client: openai.OpenAI) -> None:
     with pytest.raises(openai.BadRequestError, match="512 tokens"):
         client.completions.create(model="tiny", prompt="x" * 513)

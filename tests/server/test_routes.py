@@ -194,3 +194,13 @@ async def test_keys_guard_all_but_the_probes(tmp_path: Path) -> None:
         assert (await bench.client.get("/v1/models")).status_code == 401
         good = await bench.client.post("/v1/completions", json=body, headers={"authorization": "bearer first"})
         assert good.status_code == 200
+
+
+async def test_requests_that_can_reuse_nothing_are_warned_of_once(
+    bench: Bench, caplog: pytest.LogCaptureFixture
+) -> None:
+    for _ in range(2):
+        body = {"prompt": "hi", "max_tokens": 1, "prompt_logprobs": 1}
+        assert (await bench.client.post("/v1/completions", json=body)).status_code == 200
+    warned = [record for record in caplog.records if "prompt_logprobs" in record.message]
+    assert [record.levelname for record in warned] == ["WARNING"]

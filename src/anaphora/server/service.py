@@ -25,7 +25,17 @@ from anaphora.text.assemble import ChoiceDelta
 from anaphora.text.chat import ChatTemplate
 from anaphora.text.generation import GenerationDefaults
 from anaphora.text.tokenizer import Tokenizer
-from anaphora.types import CacheReport, EngineInfo, EngineStats, PinReport, Prefix, PrefixList, Request, StepResult
+from anaphora.types import (
+    CacheReport,
+    EngineInfo,
+    EngineStats,
+    PinReport,
+    Prefix,
+    PrefixList,
+    Request,
+    SamplingParams,
+    StepResult,
+)
 
 logger = logging.getLogger("anaphora.server")
 
@@ -109,7 +119,7 @@ class Service:
         self._rates = HitRates()
         self._threads = ThreadPoolExecutor(WORKERS, "text")
         self._aside = ThreadPoolExecutor(1, "aside")
-        self._warned_of_tools = False
+        self._warned_of: set[str] = set()
         self._load_log = LoadLog(
             config.log_interval,
             lambda seconds, function: asyncio.get_running_loop().call_later(seconds, function),
@@ -177,8 +187,8 @@ class Service:
         tokenizer, defaults = self.text.tokenizer, self.text.defaults
         sampling = sampling_params(body, defaults.sampling)
         sampling.check_vocabulary(self.info.model.vocab_size)
+        self._warn(body, sampling)
         if isinstance(body, ChatRequest):
-            self._warn_of_tools(body)
             limit = self.info.max_model_len if body.truncate_prompt_tokens is None else None
             given = [prompts.chat_prompt(body, tokenizer, self.text.template, limit)]
         else:
@@ -197,11 +207,21 @@ class Service:
             ready.append((prompt, request))
         return ready
 
-    def _warn_of_tools(self, body: ChatRequest) -> None:
+    def _warn(self, body: ChatRequest | CompletionRequest, sampling: SamplingParams) -> None:
+        """Of what a client may not know, once each: tools that are not shown, prompts that reuse nothing."""
         template = self.text.template
-        if body.tools and template is not None and template.drops_tools and not self._warned_of_tools:
-            self._warned_of_tools = True
-            logger.warning("requests give tools, but the chat template leaves them out: the model never sees them")
+        if isinstance(body, ChatRequest) and body.tools and template is not None and template.drops_tools:
+            self._warn_once("requests give tools, but the chat template leaves them out: the model never sees them")
+        if sampling.prompt_logprobs is not None:
+            self._warn_once(
+                "requests ask for prompt_logprobs (or echo with logprobs), which need every position computed: they "
+                "reuse nothing of the cache. Send them to a server of their own, or ask for logprobs of the answer"
+            )
+
+    def _warn_once(self, text: str) -> None:
+        if text not in self._warned_of:
+            self._warned_of.add(text)
+            logger.warning("%s", text)
 
     def _recorded_body(self, plain: dict[str, Any]) -> dict[str, Any] | None:
         """The body for the log; the salt never gets there."""
