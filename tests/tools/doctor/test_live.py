@@ -191,6 +191,19 @@ def test_quantised_keys_and_values_are_suspected_before_the_prompts() -> None:
     assert titles(data) == ["Try without KV quantisation", "Find what changes at the head of the prompts"]
 
 
+def test_what_a_kv_connector_finds_counts_too(capsys: pytest.CaptureFixture[str]) -> None:
+    def page(requests: int) -> str:
+        return pages.vllm(requests) + pages.counter("vllm:external_prefix_cache_hits_total", requests * 2178) + "\n"
+
+    data = examined(page(1), page(9))
+    assert data["sample"]["hit_rate"] == 0
+    assert data["sample"]["external_rate"] == pytest.approx(0.9)
+    assert titles(data) == []
+    with pages.serving(lambda path, _: (200, page(4)) if path == "/metrics" else (404, "")) as url:
+        run(DoctorOptions(log=url, sample=0))
+    assert "more from external caches 90.0%" in " ".join(capsys.readouterr().out.split())
+
+
 def test_a_full_cache_and_preemptions() -> None:
     full = examined(*(pages.vllm(n, cached=300, used=0.97) for n in (1, 9)))
     assert titles(full) == ["Find where the prompts part", "Make room for the KV cache"]

@@ -54,6 +54,7 @@ def _hits(data: dict[str, Any], window: dict[str, Any]) -> Iterator[tuple[str, s
         if window["requests"] or data["engine"] == "llama.cpp":
             yield "See what is reused", "the server does not tell its hit rate", _record(data)
         return
+    rate += window["external_rate"] or 0.0
     block, prompt = data["cache"]["block_size"], window["mean_prompt"]
     if rate < FAIR and block and prompt and block >= prompt:
         yield (

@@ -168,6 +168,7 @@ def _window(growth: Growth, block_size: int | None) -> dict[str, Any]:
         "looked_up": looked.looked_up if looked else None,
         "found": looked.found if looked else None,
         "hit_rate": looked.rate if looked else None,
+        "external_rate": _external_rate(growth, looked),
         "requests_hit": _requests_hit(growth, looked, requests, block_size),
         "prefill_s": prefill,
         "prefill_share": _prefill_share(growth, prefill, means["latency_s"]),
@@ -180,6 +181,12 @@ def _window(growth: Growth, block_size: int | None) -> dict[str, Any]:
         window["hit_rate"] = gauge if gauge is not None and gauge >= 0 else None
         window["unit"] = None if window["hit_rate"] is None else "blocks"
     return window
+
+
+def _external_rate(growth: Growth, looked: Hits | None) -> float | None:
+    """Share of the tokens looked up that vLLM did not find itself but in another store (a KV connector)."""
+    external = growth.total("vllm:external_prefix_cache_hits_total")
+    return external / looked.looked_up if external is not None and looked is not None and looked.looked_up else None
 
 
 def _prefill_share(growth: Growth, prefill: float | None, latency: float | None) -> float | None:

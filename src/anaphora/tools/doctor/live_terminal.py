@@ -34,6 +34,7 @@ _ROWS: tuple[tuple[str, str, Callable[[Any], str]], ...] = (
     ("prompt tokens", "prompt_tokens", _count),
     ("prompt, mean", "mean_prompt", _count),
     ("hit rate, {unit}", "hit_rate", _share),
+    ("more from external caches", "external_rate", _share),
     ("hit rate, requests", "requests_hit", _range),
     ("prefill, mean", "prefill_s", _seconds),
     ("prefill's share of the latency", "prefill_share", _share),
@@ -43,7 +44,7 @@ _ROWS: tuple[tuple[str, str, Callable[[Any], str]], ...] = (
     ("preemptions", "preemptions", _count),
 )
 _OF_REQUESTS = {"mean_prompt", "hit_rate", "requests_hit", "prefill_s", "prefill_share", "queue_s", "ttft_s"}
-_OF_REQUESTS |= {"latency_s"}
+_OF_REQUESTS |= {"latency_s", "external_rate"}
 
 
 def show(data: dict[str, Any], console: Console) -> None:
@@ -119,6 +120,8 @@ def _table(data: dict[str, Any]) -> Table:
         table.add_column(name, justify="right")
     unit = next((window["unit"] for _, window in windows if window["unit"]), "tokens")
     for title, key, form in _ROWS:
+        if key == "external_rate" and not any(window[key] for _, window in windows):
+            continue
         table.add_row(title.format(unit=unit), *(_cell(window, key, form) for _, window in windows))
     return table
 
