@@ -23,13 +23,14 @@ def test_the_start_line_says_what_fits() -> None:
     assert line.startswith("memory: weights 2.00 GiB, activations 0.50 GiB, CUDA graphs 0.25 GiB, KV blocks 0.98 GiB; ")
 
 
-def test_a_request_line_gives_the_reason_of_a_miss_only() -> None:
+def test_a_request_line_gives_the_reason_why_it_was_not_more() -> None:
     record = RequestRecord(
         time=0.0, block_size=16, id="a", model="m", prompt_tokens=9, cached_tokens=4, reason="diverged", detail="at 4"
     )
     assert "4 cached (diverged: at 4)" in describe_request(record)
     record.reason = "hit"
-    assert "4 cached;" in describe_request(record)
+    record.detail = ""
+    assert "4 cached (hit: all that was there; the rest is new);" in describe_request(record)
     assert "no token" in describe_request(record)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 from typing import Any
 
@@ -196,6 +197,15 @@ async def test_completion_names_the_field(bench: Bench, param: str, body: dict[s
 )
 async def test_what_is_no_json_object(bench: Bench, body: str | bytes) -> None:
     await refused(bench, CHAT, body)
+
+
+@pytest.mark.parametrize("coding", ["gzip", "zstd", "identity"])
+async def test_a_compressed_body_is_refused_by_its_coding(bench: Bench, coding: str) -> None:
+    content = json.dumps(text()).encode()
+    content = gzip.compress(content) if coding == "gzip" else content
+    response = await bench.client.post(TEXT, content=content, headers={"content-encoding": coding})
+    assert response.status_code == (200 if coding == "identity" else 400)
+    assert coding == "identity" or f"Content-Encoding: '{coding}'" in response.json()["error"]["message"]
 
 
 async def test_the_limit_is_named_and_the_same_everywhere(bench: Bench) -> None:

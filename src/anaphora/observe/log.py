@@ -13,6 +13,7 @@ from anaphora.types import EngineInfo, EngineStats
 logger = logging.getLogger("anaphora.server")
 
 RECENT_REQUESTS = 1000
+HIT_DETAIL = "all that was there; the rest is new"
 
 
 def describe_pool(info: EngineInfo) -> str:
@@ -37,8 +38,9 @@ def describe_pool(info: EngineInfo) -> str:
 def describe_request(record: RequestRecord) -> str:
     """One line: what was reused and why not more, where the time went, how it ended."""
     cached = f"{record.cached_tokens or 0} cached"
-    if record.reason and record.reason != "hit":
-        cached += f" ({record.reason}{': ' + record.detail if record.detail else ''})"
+    if record.reason:
+        detail = record.detail or (HIT_DETAIL if record.reason == "hit" else "")
+        cached += f" ({record.reason}{': ' + detail if detail else ''})"
     name = f"{record.id} ({record.client_id!r})" if record.client_id else record.id
     first = "no token" if record.ttft_s is None else f"first token {record.ttft_s:.3f} s"
     return (

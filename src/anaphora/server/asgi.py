@@ -71,6 +71,8 @@ class Post:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         header_id = request_id(scope)
         answer_send = _with_id(send, header_id)
+        if (coding := Headers(scope=scope).get("content-encoding", "identity")) != "identity":
+            raise InvalidRequest(f"the body must not be compressed, got Content-Encoding: {coding!r:.80}")
         try:
             body = await read_body(scope, receive, self._service.config.max_body_bytes)
         except BodyTooLarge as error:
