@@ -101,7 +101,7 @@ def test_heads(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     log = write(tmp_path / "log.jsonl", stamped())
     assert run(DoctorOptions(log=log, heads=True)) == 0
     shown = " ".join(capsys.readouterr().out.split())
-    assert shown.startswith("12 prompts, 12 different in their first 200 characters; all begin with the same 35 ")
+    assert shown.startswith("12 prompts with 12 different first 200 characters; all begin with the same 35 ")
     assert len(re.findall(r"\[Request ID: «[0-9a-f]{8}»\]", shown)) == 12
 
 
@@ -116,7 +116,7 @@ def test_heads_of_several_kinds_are_compared_with_their_like(
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     assert run(DoctorOptions(log=str(path), heads=True)) == 0
     shown = capsys.readouterr().out
-    assert "5 prompts, 4 different" in shown
+    assert "5 prompts with 4 different first" in shown
     assert "×2" in shown
     for kind in ("Bank", "Shop"):
         assert f"{kind} «000001» is what" in shown
@@ -128,7 +128,7 @@ def test_heads_that_do_not_differ(tmp_path: Path, capsys: pytest.CaptureFixture[
     path.write_text('{"prompt": "the same"}\n' * 3)
     assert run(DoctorOptions(log=str(path), heads=True)) == 0
     shown = capsys.readouterr().out
-    assert "3 prompts, 1 different" in shown
+    assert "3 prompts, all with the same first 8 characters" in shown
     assert "«" not in shown
 
 

@@ -33,11 +33,12 @@ def show(log: Log, console: Console) -> None:
         lines.setdefault(_head(log, prompt), []).append(prompt.line)
     heads = list(lines)
     same = functools.reduce(lambda begin, head: begin[: common_prefix(begin, head)], heads)
-    console.print(
-        f"{len(log.prompts):,} prompts, {len(heads):,} different in their first {LENGTH} characters; "
-        f"all begin with the same {len(same):,}",
-        highlight=False,
-    )
+    if len(heads) == 1:
+        told = f"{len(log.prompts):,} prompts, all with the same first {len(same):,} characters"
+    else:
+        told = f"{len(log.prompts):,} prompts with {len(heads):,} different first {LENGTH} characters"
+        told += f"; all begin with the same {len(same):,}"
+    console.print(told, highlight=False)
     for head in heads[:MOST]:
         others = [other for other in heads[:MOST] if other != head]
         closest = max(others, key=lambda other: sum(length for _, _, length in matching(other, head)), default=head)
