@@ -45,7 +45,7 @@ async def post(server: Whole, path: str, status: int = 200, **body: Any) -> dict
 
 
 async def listed(server: Whole, salt: str | None = None, **params: Any) -> dict[str, Any]:
-    headers = {"x-cache-salt": salt} if salt else {}
+    headers = {b"x-cache-salt": salt.encode()} if salt else {}
     response = await server.client.get("/v1/cache/prefixes", params=params, headers=headers)
     assert response.status_code == 200, response.text
     return response.json()
@@ -150,6 +150,8 @@ async def test_the_list_shows_what_saves_most_inside_the_callers_salt(server: Wh
     (pin,) = mine["pins"]
     assert (pin["text_start"], pin["tokens"]) == ("short", 5)
     assert (await listed(server, "nobody"))["total"] == 0
+    await post(server, "/v1/cache/pin", prompt="long", cache_salt="Grüße")
+    assert len((await listed(server, "Grüße"))["pins"]) == 1
     assert "short" not in str(everybody)
 
 
@@ -238,6 +240,7 @@ async def test_a_client_that_leaves_takes_its_pin_back(tmp_path: Path) -> None:
     ("text", "entries"),
     [
         ("You are a poet.\nWrite.\n", 1),
+        ('\ufeff{"prompt": "a"}\r\n', 1),
         ('"You are a poet."', 1),
         ('{"prompt": "a"}\n\n{"messages": [{"role": "system", "content": "b"}]}\n"c"\n', 3),
         ('[{"prompt": "a"},\n "b"]', 2),
@@ -253,6 +256,7 @@ async def test_the_forms_of_a_warm_file(server: Whole, tmp_path: Path, text: str
     pins = (await listed(server))["pins"]
     assert len(pins) == entries
     assert all(pin["kept_tokens"] == pin["tokens"] for pin in pins)
+    assert not any(pin["text_start"].endswith("\n") for pin in pins if pin["text_start"].startswith("You"))
 
 
 @pytest.mark.parametrize(

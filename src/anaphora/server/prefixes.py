@@ -127,9 +127,7 @@ def _pin(report: PinReport) -> dict[str, Any]:
 
 async def listing(service: Service, http: HttpRequest) -> Response:
     """What prompts under the caller's salt share and what that saved, and what is pinned under it."""
-    limit, salt = _limit(http), http.headers.get(SALT_HEADER)
-    if salt is not None and not 1 <= len(salt) <= MAX_SALT_LENGTH:
-        raise InvalidRequest(f"{SALT_HEADER} must be text of 1 to {MAX_SALT_LENGTH} characters", param=SALT_HEADER)
+    limit, salt = _limit(http), _salt(http)
     found = await service.engine.list_prefixes(salt, limit)
     return responses.json_response(await service.aside(_list, found, service.text.tokenizer, time.time()))
 
@@ -144,6 +142,18 @@ def _limit(http: HttpRequest) -> int:
     if not re.fullmatch(r"\d{1,9}", text, re.ASCII) or not 1 <= int(text) <= MAX_LIMIT:
         raise InvalidRequest(f"limit must be a number from 1 to {MAX_LIMIT}, got {text!r:.80}", param="limit")
     return int(text)
+
+
+def _salt(http: HttpRequest) -> str | None:
+    """Of the header, in UTF-8 as in a body."""
+    given = http.headers.get(SALT_HEADER)
+    try:
+        salt = None if given is None else given.encode("latin-1").decode()
+    except UnicodeDecodeError:
+        raise InvalidRequest(f"{SALT_HEADER} must be text in UTF-8", param=SALT_HEADER) from None
+    if salt is not None and not 1 <= len(salt) <= MAX_SALT_LENGTH:
+        raise InvalidRequest(f"{SALT_HEADER} must be text of 1 to {MAX_SALT_LENGTH} characters", param=SALT_HEADER)
+    return salt
 
 
 def _list(found: PrefixList, tokenizer: Tokenizer, now: float) -> dict[str, Any]:

@@ -33,11 +33,11 @@ class Entry:
 def read_warm_file(path: str) -> list[Entry]:
     """The beginnings in a file: one JSON document or a list, JSON lines, or else the whole file as one text.
 
-    A JSON object is a body of /v1/chat/completions or /v1/completions, a JSON string is the text of a prompt.
-    ConfigError, naming the line, for what cannot be read.
+    A JSON object is a body of /v1/chat/completions or /v1/completions, a JSON string is the text of a prompt; of a file
+    that is one text the last line break is left out. ConfigError, naming the line, for what cannot be read.
     """
     try:
-        text = Path(path).read_text(encoding="utf-8")
+        text = Path(path).read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"--warm cannot read {path}: {error}") from None
     entries = [_entry(f"--warm {path}{place}", value) for place, value in _values(text, path)]
@@ -50,7 +50,7 @@ def _values(text: str, path: str) -> Iterator[tuple[str, Any]]:
     """What the file holds, each with its place in it."""
     if not text.lstrip().startswith(("{", "[", '"')):
         if text.strip():
-            yield "", text
+            yield "", text.removesuffix("\n")
         return
     try:
         whole = json.loads(text)
@@ -60,7 +60,9 @@ def _values(text: str, path: str) -> Iterator[tuple[str, Any]]:
                 try:
                     yield f", line {number}", json.loads(line)
                 except ValueError as error:
-                    raise ConfigError(f"--warm {path}, line {number}: no valid JSON: {error}") from None
+                    raise ConfigError(
+                        f"--warm {path}, line {number}: no valid JSON: {error} (a text that begins so must be a JSON string)"
+                    ) from None
         return
     if isinstance(whole, list):
         yield from ((f", entry {number}", value) for number, value in enumerate(whole, 1))

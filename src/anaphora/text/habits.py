@@ -8,14 +8,18 @@ from datetime import datetime
 from typing import Any
 
 from anaphora.errors import InvalidRequest
-from anaphora.text.chat import ChatTemplate
+from anaphora.text.chat import ChatTemplate, Message
 
 _SYSTEM, _FIRST, _ANSWER, _SECOND = "SYSTEMTEXT", "FIRSTQUESTION", "FIRSTANSWER", "SECONDQUESTION"
 _THOUGHT, _RESULT, _TOOL = "FIRSTTHOUGHT", "TOOLRESULT", "probe_tool"
 _ARGUMENTS = '{"b":  1, "a": 2}'
 _ROOM = 40
-_MORNING, _EVENING = datetime(2001, 2, 3, 4, 5, 6), datetime(2001, 2, 3, 17, 38, 49)
-_NEXT_DAY, _YEARS_LATER = datetime(2001, 2, 4, 4, 5, 6), datetime(2013, 11, 30, 4, 5, 6)
+_MORNING = datetime(2001, 2, 3, 4, 5, 6)
+_CLOCKS = (
+    (datetime(2001, 2, 3, 17, 38, 49), "the time of day", "every prompt differs from there on"),
+    (datetime(2001, 2, 4, 4, 5, 6), "today's date", "every prompt changes at midnight"),
+    (datetime(2013, 11, 30, 4, 5, 6), "the month or the year", "every prompt changes with it"),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,12 +108,27 @@ def _common(first: str, second: str) -> int:
     return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(first, second, strict=False)))
 
 
-def _turns(template: ChatTemplate, name: str, kwargs: dict[str, Any]) -> Check:
+def _refused(name: str, error: InvalidRequest) -> Check:
+    """What a template refuses breaks no reuse."""
+    return Check(name, f"the template refuses this: {error.message}", breaks=False)
+
+
+def _conversation(template: ChatTemplate) -> list[Message]:
+    """With a system text, where the template takes one."""
     try:
-        first = template.render(_CONVERSATION[:2], kwargs=kwargs)
-        second = template.render(_CONVERSATION, kwargs=kwargs)
+        template.render(_CONVERSATION)
+    except InvalidRequest:
+        return _CONVERSATION[1:]
+    return _CONVERSATION
+
+
+def _turns(template: ChatTemplate, name: str, kwargs: dict[str, Any]) -> Check:
+    messages = _conversation(template)
+    try:
+        first = template.render(messages[:-2], kwargs=kwargs)
+        second = template.render(messages, kwargs=kwargs)
     except InvalidRequest as error:
-        return Check(name, f"the template refuses it: {error.message}")
+        return _refused(name, error)
     # A model may write its own marks before the answer, so only the prompt itself is compared.
     check = _stop(name, first, second, "turn two does not extend turn one and its answer")
     if check.problem and _FIRST in first[: _common(first, second)]:
@@ -128,7 +147,7 @@ def _places(template: ChatTemplate) -> Check:
     try:
         text = template.render(_CONVERSATION)
     except InvalidRequest as error:
-        return Check(name, f"the template refuses it: {error.message}")
+        return _refused(name, error)
     if _SYSTEM not in text:
         return Check(name, "the system text does not show")
     if text.index(_SYSTEM) > text.find(_FIRST) >= 0:
@@ -139,9 +158,9 @@ def _places(template: ChatTemplate) -> Check:
 def _tools(template: ChatTemplate) -> Check:
     name = _TOOLS
     try:
-        text = template.render(_CONVERSATION, tools=[_SCHEMA])
+        text = template.render(_conversation(template), tools=[_SCHEMA])
     except InvalidRequest as error:
-        return Check(name, f"the template refuses them: {error.message}")
+        return _refused(name, error)
     if _TOOL not in text:
         return Check(name, "the template drops tools: they do not show in the prompt", breaks=False)
     if text.index(_TOOL) > text.find(_FIRST) >= 0:
@@ -157,7 +176,7 @@ def _tool_round(template: ChatTemplate, name: str, thought: str) -> Check:
         shorter = template.render(first, tools=[_SCHEMA], add_generation_prompt=False)
         longer = template.render(second, tools=[_SCHEMA])
     except InvalidRequest as error:
-        return Check(name, f"the template refuses it: {error.message}")
+        return _refused(name, error)
     problem = "the prompt is rewritten from the tool call on"
     if thought and thought in shorter and thought not in longer:
         problem = "reasoning is dropped when a user message follows, so the prompt breaks at the tool call"
@@ -171,7 +190,7 @@ def _reasoning(template: ChatTemplate) -> Check:
         last = template.render(turn, add_generation_prompt=False)
         earlier = template.render([*turn, _user(_SECOND)])
     except InvalidRequest as error:
-        return Check(name, f"the template refuses it: {error.message}")
+        return _refused(name, error)
     if _THOUGHT in last and _THOUGHT not in earlier:
         return Check(name, "reasoning is dropped from earlier turns, so each turn computes the last answer again")
     return Check(name)
@@ -183,29 +202,28 @@ def _arguments(template: ChatTemplate) -> Check:
     try:
         text = template.render([_user(_FIRST), _assistant("", calls=True), result], tools=[_SCHEMA])
     except InvalidRequest as error:
-        return Check(name, f"the template refuses them: {error.message}")
+        return _refused(name, error)
     if _ARGUMENTS in text:
         return Check(name)
     return Check(name, "arguments are written anew, not byte for byte as the model wrote them", breaks=False)
 
 
 def _date(template: ChatTemplate) -> Check:
-    """The same conversation in the morning, in the evening, on the next day, and years later."""
-    messages = _CONVERSATION
-    try:
-        template.render(messages)
-    except InvalidRequest:
-        messages = [_user(_FIRST)]
-    try:
-        first = template.at(_MORNING).render(messages)
-        for now, problem in (
-            (_EVENING, "the template prints the time of day: every prompt differs from there on"),
-            (_NEXT_DAY, "the template prints today's date: every prompt changes at midnight"),
-            (_YEARS_LATER, "the template prints the month or the year: every prompt changes with it"),
-        ):
-            check = _stop(_THE_DATE, first, template.at(now).render(messages), problem)
-            if check.problem:
-                return check
-    except InvalidRequest as error:
-        return Check(_THE_DATE, f"the template refuses it: {error.message}")
+    """The same prompts in the morning, in the evening, on the next day, and years later."""
+    messages = _conversation(template)
+    prompts: tuple[tuple[str, list[Message], list[dict[str, Any]] | None], ...] = (
+        ("", messages, None),
+        (" where no system text is given", _CONVERSATION[1:], None),
+        (" where tools are given", messages, [_SCHEMA]),
+    )
+    for where, messages, tools in prompts:
+        try:
+            first = template.at(_MORNING).render(messages, tools=tools)
+            for now, printed, changes in _CLOCKS:
+                text = template.at(now).render(messages, tools=tools)
+                check = _stop(_THE_DATE, first, text, f"the template prints {printed}{where}: {changes}")
+                if check.problem:
+                    return check
+        except InvalidRequest:
+            continue  # the other checks say what it refuses
     return Check(_THE_DATE)
