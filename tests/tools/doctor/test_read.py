@@ -118,6 +118,13 @@ def test_requests_that_were_refused_are_none(tmp_path: Path) -> None:
     assert bad == [2, 3]
 
 
+@pytest.mark.parametrize("told", [{"prompt_tokens": 4}, {}])
+def test_a_record_without_its_prompt_says_how_to_get_it(told: dict[str, int], tmp_path: Path) -> None:
+    path = written(tmp_path, {"time": 1.0, "id": "r", "model": "m", "route": "/v1/completions", "total_s": 0.5} | told)
+    with pytest.raises(ConfigError, match="--record-prompts"):
+        load(str(path), load_model(None, None))
+
+
 def test_a_broken_first_line_costs_no_other(tmp_path: Path) -> None:
     found, bad = requests(written(tmp_path, '{"messages": [', CHAT, CHAT, "{"))
     assert len(found) == 2

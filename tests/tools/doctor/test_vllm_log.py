@@ -84,6 +84,14 @@ def test_a_log_without_prompts_says_how_to_get_them(tmp_path: Path) -> None:
     assert (len(found), bad) == (1, [])
 
 
+@pytest.mark.parametrize("damaged", [r"'\x'", r"'\u12'", r"'\N{no such}'"])
+def test_a_damaged_prompt_is_a_bad_line(damaged: str, tmp_path: Path) -> None:
+    line = f"INFO 02-19 16:05:43 [logger.py:37] Received request a: prompt: {damaged}, params: {PARAMS}, {REST}"
+    found, bad = requests(tmp_path, line, line.replace(damaged, "'whole'"))
+    assert [logged.prompt for logged in found] == ["whole"]
+    assert "damaged" in bad[0][1]
+
+
 def test_token_ids_cannot_be_shown(tmp_path: Path) -> None:
     line = f"INFO 02-19 16:05:43 [logger.py:37] Received request a: prompt: None, params: {PARAMS}, {REST}"
     found, bad = requests(tmp_path, line)

@@ -98,7 +98,7 @@ def _logged(outer: dict[str, Any], line: int) -> Iterator[Logged]:
     if body is not outer and isinstance(status, int) and status >= 400:
         raise NotARequest(f"it was not answered (HTTP {status})")
     if body is None:
-        if "prompt_tokens" in outer:
+        if "prompt_tokens" in outer or "total_s" in outer:
             raise NotARequest("it has lengths but no body: record again with --record-prompts")
         raise NotARequest("it has neither messages nor a prompt")
     common: dict[str, Any] = {

@@ -42,8 +42,8 @@ class VllmLog:
                 raise ValueError("it has token ids instead of a prompt, which cannot be shown; log the text")
             adapter = _ADAPTER.search(text, match.end())
             return {
-                "body": {"prompt": ast.literal_eval(match["prompt"])},
-                "model": ast.literal_eval(adapter[1]) if adapter else "",
+                "body": {"prompt": _text(match["prompt"])},
+                "model": _text(adapter[1]) if adapter else "",
                 "time": _time(text),
             }
         if _PARAMETERS.search(text) and not self._found:
@@ -58,6 +58,13 @@ class VllmLog:
         if text is None or any(key in value for key in ("messages", "prompt", "body", "request")):
             return None
         return text if any(pattern.search(text) for pattern in (_PROMPT, _PARAMETERS, _LINE)) else None
+
+
+def _text(literal: str) -> str:
+    try:
+        return str(ast.literal_eval(literal))
+    except SyntaxError:
+        raise ValueError("its prompt is damaged: no text as Python writes it") from None
 
 
 def _time(text: str) -> float | None:
