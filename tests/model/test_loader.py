@@ -14,7 +14,7 @@ from anaphora.attention.base import KVLayout
 from anaphora.config import ModelConfig
 from anaphora.errors import ModelError
 from anaphora.model.loader import LoadedModel, check_config, load_model, rope_window
-from tests.support.checkpoints import COMMON, WINDOW, make_config, save
+from tests.support.checkpoints import COMMON, WINDOW, make_config, save, to_float8
 
 HERE = Path("some-model")
 
@@ -161,3 +161,19 @@ def test_dummy_weights_need_a_config_alone(tmp_path: Path) -> None:
     loaded = load(tmp_path, load_format="dummy")
     assert loaded.layouts == (KVLayout(2, 16, 16),) * 3
     assert loaded.weights_bytes > 0
+
+
+@pytest.mark.parametrize("family", ["qwen3", "glm4", "qwen3_moe"])
+def test_float8_checkpoints_are_widened_as_they_are_read(tmp_path: Path, family: str) -> None:
+    folder = save(tmp_path, family, dtype=torch.bfloat16)
+    exact = {name: weight.float() for name, weight in load(folder).model.named_parameters()}
+    to_float8(folder)
+    loaded = load(folder)
+    assert loaded.dtype == torch.bfloat16
+    assert any("float8 weights are held in bfloat16" in warning for warning in loaded.warnings)
+    gaps = {
+        name: ((weight.float() - exact[name]).norm() / exact[name].norm()).item()
+        for name, weight in loaded.model.named_parameters()
+    }
+    assert 0.01 < max(gaps.values()) < 0.04
+    assert loaded.weights_bytes == load(save(tmp_path, family, dtype=torch.bfloat16)).weights_bytes

@@ -3,12 +3,14 @@ of it moves the logits by 0.002 and any comparison passes."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 from transformers import PreTrainedConfig
 
 from tests.support.tokenizers import write_tokenizer
@@ -95,6 +97,24 @@ def make_model(config: PreTrainedConfig, seed: int = 0) -> Any:
             elif "norm" in name:
                 parameter.add_(torch.randn_like(parameter) * 0.2)
     return model.eval()
+
+
+def to_float8(folder: Path, block: int = 8) -> None:
+    """Turn the projections of a checkpoint to float8 with a scale for each ``block`` × ``block``, in place."""
+    path = folder / "model.safetensors"
+    weights: dict[str, torch.Tensor] = {}
+    for name, weight in load_file(path).items():
+        weights[name] = weight
+        if name.endswith("_proj.weight"):
+            tiles = weight.float().unflatten(1, (-1, block)).unflatten(0, (-1, block))
+            scale = tiles.abs().amax((1, 3)) / 448
+            rounded = (tiles / scale[:, None, :, None]).to(torch.float8_e4m3fn)
+            weights[name] = rounded.flatten(2, 3).flatten(0, 1).contiguous()
+            weights[f"{name}_scale_inv"] = scale
+    save_file(weights, path, metadata={"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [block, block]}
+    (folder / "config.json").write_text(json.dumps(config))
 
 
 def save(

@@ -12,7 +12,13 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM, PreTrainedConfig
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    FineGrainedFP8Config,
+    PreTrainedConfig,
+)
 from transformers import logging as transformers_logging
 
 from anaphora.attention.base import IMPLEMENTATION, Absorbed, KVLayout, LatentTap, LayerOptions, route
@@ -89,7 +95,10 @@ def load_model(settings: ModelConfig, device: torch.device) -> LoadedModel:
     if settings.load_format == "dummy":
         model = _random_weights(config, dtype, settings.trust_remote_code, device)
     else:
-        model = _load_weights(folder, dtype, settings.trust_remote_code, device)
+        float8 = _is_float8(config)
+        model = _load_weights(folder, dtype, settings, device, float8)
+        if float8:
+            warnings.append(f"the float8 weights are held in {str(dtype)[6:]}, which takes twice the memory")
     probe, tap, vocab_size = _probe(model, folder)
     weights = sum(tensor.nbytes for tensor in _tensors(model))
     loaded = LoadedModel(
@@ -259,7 +268,15 @@ def _random_weights(config: PreTrainedConfig, dtype: torch.dtype, trust_remote_c
     return model.eval().requires_grad_(False)
 
 
-def _load_weights(folder: Path, dtype: torch.dtype, trust_remote_code: bool, device: torch.device) -> Any:
+def _is_float8(config: PreTrainedConfig) -> bool:
+    """Whether the checkpoint's weights are float8 with a scale a block, as GLM and Qwen publish them."""
+    given = getattr(config, "quantization_config", None)
+    return isinstance(given, dict) and given.get("quant_method") == "fp8"
+
+
+def _load_weights(folder: Path, dtype: torch.dtype, settings: ModelConfig, device: torch.device, float8: bool) -> Any:
+    """``float8`` weights are widened to ``dtype`` as they are read. Several are read at once, each to ``device``."""
+    more = {"quantization_config": FineGrainedFP8Config(dequantize=True)} if float8 else {}
     try:
         with _quiet():
             loaded: Any = AutoModelForCausalLM.from_pretrained(
@@ -267,11 +284,12 @@ def _load_weights(folder: Path, dtype: torch.dtype, trust_remote_code: bool, dev
                 dtype=dtype,
                 device_map=None if device.type == "cpu" else {"": device},
                 attn_implementation=IMPLEMENTATION,
-                trust_remote_code=trust_remote_code,
+                trust_remote_code=settings.trust_remote_code,
                 local_files_only=True,
                 use_safetensors=True,
                 output_loading_info=True,
                 ignore_mismatched_sizes=True,  # so that they are reported, and refused below
+                **more,
             )
     except Exception as error:  # transformers raises whatever the files lead to
         raise ModelError(f"{folder} cannot be loaded: {_reason(error)}") from error
