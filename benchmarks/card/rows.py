@@ -148,8 +148,8 @@ def rows(bench: Bench) -> dict[str, Callable[[], Figures]]:
         found[f"sweep_{count}_off"] = partial(sweep, bench, count, caching=False)
         found[f"sweep_{count}_on"] = partial(sweep, bench, count, caching=True)
     return found | {
-        "card24_off": partial(shared, bench, 64, CARD24, caching=False),
-        "card24_on": partial(shared, bench, 256, CARD24),
+        "card24_off": partial(shared, bench, 96, CARD24, caching=False),
+        "card24_on": partial(shared, bench, 512, CARD24),
         "card24_long16k_burst_090": partial(long_burst, bench, CARD24),
         "card24_long16k_burst_085": partial(long_burst, bench, CARD24_085),
         "fp8_on_512": partial(float8, bench),
