@@ -10,7 +10,12 @@ from typing import Any
 
 import pytest
 
+from anaphora.observe.record import read
+from anaphora.server import places
 from anaphora.server.explanations import HEADER
+from anaphora.server.protocol import ChatRequest, parse
+from anaphora.server.service import Call
+from anaphora.text.chat import ChatTemplate
 from anaphora.types import CacheReport, Eviction, Neighbour
 from tests.support.servers import Bench, Whole, events, scripted, whole
 
@@ -180,7 +185,7 @@ async def test_followers_of_a_running_prompt_are_in_flight(server: Whole) -> Non
     answers = await asyncio.gather(*(post(server, CHAT, body) for _ in range(4)))
     reasons = sorted(answer.json()["cache_explanations"][0]["reason"] for answer in answers)
     assert reasons[0] == "cold"
-    assert set(reasons[1:]) <= {"in_flight", "short"}
+    assert set(reasons[1:]) <= {"in_flight", "short", "hit"}
     for answer in answers:
         waited = answer.json()["cache_explanations"][0]["waited"]
         assert (";waited=" in answer.headers[HEADER]) == waited
@@ -208,6 +213,45 @@ async def test_places_in_tools_parts_calls_and_the_template(server: Whole) -> No
     told = await asked(server, {"messages": changed})
     assert told["place"]["role"] == "template"
     assert told["diverged"]["text"].startswith("assistant\n")
+
+
+async def test_the_record_has_the_place_and_the_log_the_reason(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    log = tmp_path / "log.jsonl"
+    with caplog.at_level("INFO", "anaphora.server"):
+        async with whole(tmp_path / "model", 1000, record=str(log)) as server:
+            for question in ("Is it 10:31 now?", "Is it 10:45 now?"):
+                await post(server, CHAT, chat(SYSTEM, question))
+            await post(server, TEXT, {"prompt": encode(server, "ids"), "max_tokens": 2})
+    first, second, third = read(log)
+    assert (first.reason, first.place) == ("cold", {"message": None, "role": "template", "character": 0})
+    assert (second.reason, second.place) == ("diverged", {"message": 1, "role": "user", "character": 9})
+    assert first.id in second.detail
+    assert third.place is None
+    line = next(message for message in caplog.messages if message.startswith(second.id))
+    assert f"{second.cached_tokens} cached (diverged: request {first.id}" in line
+
+
+async def test_a_template_that_prints_the_time_is_searched(tmp_path: Path) -> None:
+    """The map of such a prompt is old at once: the texts are looked for in the prompt itself."""
+    clock = "{{ strftime_now('%f') }}|{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+    async with whole(tmp_path / "model", 1000) as server:
+        object.__setattr__(server.service.text, "template", ChatTemplate(clock, {}))
+        told = await asked(server, chat(SYSTEM, "Who?"))
+        assert told["reason"] == "cold"
+        assert told["place"] == {"message": None, "role": "template", "character": 0}
+        (prompt, _), *_ = server.service.engine_requests(call_of(chat(SYSTEM, "Who are you?")))
+        assert prompt.text is not None
+        at = prompt.text.index("are you?")
+        report = CacheReport(len(prompt.token_ids), at, "hit", position=at)
+        found = places.find(server.service.text, call_of(chat(SYSTEM, "Who are you?")).request, prompt, report)
+        assert found == {"message": 1, "role": "user", "character": 4}
+
+
+def call_of(body: dict[str, Any]) -> Call:
+    request, plain = parse(json.dumps(body).encode(), ChatRequest)
+    return Call(request, plain, CHAT, 0.0, None)
 
 
 async def test_evictions_and_equal_texts_in_other_tokens(tmp_path: Path) -> None:

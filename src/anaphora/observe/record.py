@@ -53,6 +53,7 @@ class RequestRecord(msgspec.Struct, kw_only=True, omit_defaults=True):
     reason: str = ""
     detail: str = ""
     position: int = 0
+    place: dict[str, Any] | None = None
     waited: bool = False
     queue_s: float = 0.0
     waited_s: float = 0.0

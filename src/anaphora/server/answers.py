@@ -11,6 +11,7 @@ from typing import Any, Protocol
 from anaphora.errors import StepFailed
 from anaphora.observe.record import RequestRecord, salt_digest
 from anaphora.server.prompts import Prompt
+from anaphora.server.protocol import ChatRequest, CompletionRequest
 from anaphora.text.assemble import ChoiceDelta, RequestAssembler
 from anaphora.text.tokenizer import Tokenizer
 from anaphora.types import CompletionOutput, FinishReason, PromptDone, Request, SequenceUpdate
@@ -28,16 +29,25 @@ class Observer(Protocol):
 
     def prompt_done(self, cache_prompt_tokens: int, cached_tokens: int) -> None: ...
     def token_gap(self, seconds: float) -> None: ...
-    def finished(self, record: RequestRecord, request: Request, longest: int) -> None: ...
+    def finished(self, record: RequestRecord, answer: Answer) -> None: ...
 
 
 class Answer:
     """One prompt's way through the engine: ``pieces`` runs it, the other attributes tell how far it has come.
 
-    Its choices are numbered from ``first_choice``, so that they count over all prompts of a body.
+    Its choices are numbered from ``first_choice``, so that they count over all prompts of a ``body``, which is None
+    where it is not answered itself.
     """
 
-    def __init__(self, request: Request, prompt: Prompt, tokenizer: Tokenizer, first_choice: int = 0) -> None:
+    def __init__(
+        self,
+        request: Request,
+        prompt: Prompt,
+        tokenizer: Tokenizer,
+        first_choice: int = 0,
+        body: ChatRequest | CompletionRequest | None = None,
+    ) -> None:
+        self.body = body
         self.request = request
         self.prompt = prompt
         self._assembler = RequestAssembler(request, tokenizer, prompt.text, first_choice)
@@ -84,8 +94,7 @@ class Answer:
             about = about | {"status": getattr(error, "status", 500), "error": str(error)}
             raise
         finally:
-            longest = max(len(choice.token_ids) for choice in self.choices)
-            observer.finished(self._record(finish, about), self.request, longest)
+            observer.finished(self._record(finish, about), self)
 
     def _take(self, update: SequenceUpdate, observer: Observer) -> ChoiceDelta:
         if update.error is not None or update.finish_reason is FinishReason.ERROR:

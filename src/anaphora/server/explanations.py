@@ -6,22 +6,17 @@ Reports hold nothing of another salt (cache.explain), so neither does what is ma
 from __future__ import annotations
 
 import asyncio
-import functools
 from collections.abc import Sequence
 from typing import Any
 
 from starlette.responses import Response
 
-from anaphora.errors import InvalidRequest
 from anaphora.observe.metrics import hits_at_sizes
-from anaphora.server import prompts
+from anaphora.server import places
 from anaphora.server.answers import Answer
 from anaphora.server.prompts import Prompt
-from anaphora.server.protocol import ChatRequest, CompletionRequest
 from anaphora.server.responses import json_response
 from anaphora.server.service import Call, Service
-from anaphora.text.chat import ChatTemplate
-from anaphora.text.outline import TOOLS, Owner, Place, Skeletons, place, texts_of, tool_text
 from anaphora.text.tokenizer import Tokenizer
 from anaphora.types import CacheReport, EngineStats, Neighbour, PromptDone
 
@@ -98,9 +93,8 @@ def explanation(service: Service, call: Call, prompt: Prompt, report: CacheRepor
         "place": None,
     }
     if report.feature:
-        return told | {"feature": report.feature}
-    if report.position < report.prompt_tokens - 1:
-        told["place"] = _place(service, call.request, prompt, report.position)
+        told["feature"] = report.feature
+    told["place"] = places.find(service.text, call.request, prompt, report)
     if report.neighbour is not None:
         told["diverged"] = _diverged(tokenizer, prompt.token_ids, report.position, report.neighbour)
     if (eviction := report.eviction) is not None:
@@ -130,68 +124,3 @@ def _diverged(tokenizer: Tokenizer, ids: Sequence[int], at: int, neighbour: Neig
         # The same characters in other tokens: an answer came back as text and was cut into tokens differently.
         "retokenised": shorter > 0 and text[:shorter] == other_text[:shorter],
     }
-
-
-# --- places -----------------------------------------------------------------------------------------------------------
-
-
-def _place(service: Service, body: ChatRequest | CompletionRequest, prompt: Prompt, at: int) -> dict[str, Any] | None:
-    """Which message, role and character token ``at`` is in; None where the prompt came as token ids or was cut."""
-    if prompt.text is None:
-        return None
-    character = _character(service.text.tokenizer, prompt, at)
-    if not isinstance(body, ChatRequest):
-        return _told(Place(0, "prompt", character))
-    template = service.text.template
-    assert template is not None
-    try:
-        parts, owners = _outline(_skeletons(template), body, prompt.text)
-    except InvalidRequest:
-        return None  # the template takes these texts, but not the marks that stand for them
-    found = place(parts, owners, character)
-    return None if found is None else _told(found)
-
-
-def _told(found: Place) -> dict[str, Any]:
-    message = found.message if found.role and found.role != "tools" else None
-    return {"message": message, "role": found.role or "template", "character": found.character}
-
-
-def _character(tokenizer: Tokenizer, prompt: Prompt, at: int) -> int:
-    """Where token ``at`` begins in the prompt's text; where it begins inside a character, at that one."""
-    assert prompt.text is not None
-    before = tokenizer.decode(prompt.token_ids[:at], False)
-    low, high = 0, min(len(before), len(prompt.text))
-    while low < high:
-        middle = (low + high + 1) // 2
-        if prompt.text.startswith(before[:middle]):
-            low = middle
-        else:
-            high = middle - 1
-    return low
-
-
-@functools.lru_cache(maxsize=4)
-def _skeletons(template: ChatTemplate) -> Skeletons:
-    return Skeletons(template)
-
-
-def _outline(skeletons: Skeletons, body: ChatRequest, text: str) -> tuple[list[tuple[int, int]], list[Owner]]:
-    tools = body.tools or []
-    owners: list[Owner] = []
-    texts: list[tuple[str, str]] = []
-    offset = 0
-    for tool in tools:
-        texts.append(("tool", tool_text(tool)))
-        owners.append(Owner(TOOLS, "tools", offset))
-        offset += len(texts[-1][1]) + 1
-    for index, message in enumerate(body.messages):
-        offset = 0
-        for kind, _, own in texts_of(message):
-            texts.append((kind, own))
-            owners.append(Owner(index, message["role"], offset))
-            offset += len(own) + 1
-    options = prompts.template_options(body)
-    kwargs = options.pop("kwargs") or {}
-    skeleton = skeletons.of(body.messages, tools, kwargs, lambda: texts, **options)
-    return [(owner, len(texts[owner][1] if own is None else own)) for owner, own in skeleton.parts], owners

@@ -18,7 +18,7 @@ from anaphora.errors import NotFound
 from anaphora.observe.log import HitRates, LoadLog, describe_request
 from anaphora.observe.metrics import Metrics
 from anaphora.observe.record import RecordWriter, RequestRecord, add_block_hashes
-from anaphora.server import prompts
+from anaphora.server import places, prompts
 from anaphora.server.answers import Answer, Engine, merge
 from anaphora.server.protocol import ChatRequest, CompletionRequest, sampling_params
 from anaphora.text.assemble import ChoiceDelta
@@ -164,7 +164,7 @@ class Service:
         answers: list[Answer] = []
         for prompt, request in ready:
             first = len(answers) * request.sampling.n
-            answers.append(Answer(request, prompt, self.text.tokenizer, first))
+            answers.append(Answer(request, prompt, self.text.tokenizer, first, call.request))
         return answers
 
     def run(self, call: Call, answers: Sequence[Answer]) -> AsyncGenerator[ChoiceDelta, None]:
@@ -237,12 +237,19 @@ class Service:
     def token_gap(self, seconds: float) -> None:
         self.metrics.token_gap(seconds)
 
-    def finished(self, record: RequestRecord, request: Request, longest: int) -> None:
-        self.metrics.request(record, max_tokens=request.sampling.max_tokens or 0, longest=longest)
+    def finished(self, record: RequestRecord, answer: Answer) -> None:
+        longest = max(len(choice.token_ids) for choice in answer.choices)
+        self.metrics.request(record, max_tokens=answer.request.sampling.max_tokens or 0, longest=longest)
         logger.info("%s", describe_request(record))
         if self.recorder is not None:
-            hashes = functools.partial(add_block_hashes, self.info.model.identity, request)
-            self.recorder.write(record, hashes, size=record.prompt_tokens * HELD_BYTES)
+            complete = functools.partial(self._complete, answer)
+            self.recorder.write(record, complete, size=record.prompt_tokens * HELD_BYTES)
+
+    def _complete(self, answer: Answer, record: RequestRecord) -> None:
+        """What of a record takes long; runs in the recorder's thread."""
+        add_block_hashes(self.info.model.identity, answer.request, record)
+        if answer.body is not None and answer.done is not None:
+            record.place = places.find(self.text, answer.body, answer.prompt, answer.done.cache)
 
 
 def public_id(call: Call, kind: str) -> str:

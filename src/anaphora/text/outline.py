@@ -24,8 +24,9 @@ TOOLS = -1
 """The message index of tools."""
 ALWAYS_COMPARED = 12
 CACHED_SKELETONS = 4096
+CACHED_CHARACTERS = 2**24
 _MARK = "\ue000{}\ue001"
-_MARKED = re.compile("\ue000(\\d+)\ue001")
+_MARKED = re.compile("\ue000([0-9]{1,9})\ue001")
 _LOOKED_AT = re.compile(r"</?think|</?tool_|/no_think|\[/?INST|<\|")
 """What templates look for in texts."""
 
@@ -115,6 +116,7 @@ class Skeletons:
         self._keeps_spaces = _keeps_spaces(template)
         self._misses = 0
         self._known: dict[bytes, Skeleton] = {}
+        self._characters = 0
 
     def of(
         self, messages: list[Message], tools: list[Any], kwargs: dict[str, Any], texts: Texts, **options: Any
@@ -129,20 +131,20 @@ class Skeletons:
             key = _key(marked, tools, kwargs, options)
             if (known := self._known.get(key)) is not None:
                 return known
-            skeleton = _skeleton(render(marked), texts())
+            skeleton = search(render(marked), texts(), marked=True)
             if self._is_true(skeleton, lambda: render(messages), texts):
                 return self._keep(key, skeleton)
             self._marks = False
             self._known.clear()
-        key = _key(messages, tools, kwargs, options)
-        if (known := self._known.get(key)) is not None:
-            return known
-        return self._keep(key, _skeleton(render(messages), texts()))
+        return search(render(messages), texts())
 
     def _keep(self, key: bytes, skeleton: Skeleton) -> Skeleton:
-        if len(self._known) >= CACHED_SKELETONS:
+        characters = sum(len(own) for _, own in skeleton.parts if own is not None)
+        if len(self._known) >= CACHED_SKELETONS or self._characters + characters > CACHED_CHARACTERS:
             self._known.clear()
+            self._characters = 0
         self._known[key] = skeleton
+        self._characters += characters
         return skeleton
 
     def _is_true(self, skeleton: Skeleton, rendered: Callable[[], str], texts: Texts) -> bool:
@@ -194,11 +196,11 @@ def _key(*values: Any) -> bytes:
     return blake2b(json.dumps(values).encode(), digest_size=16).digest()
 
 
-def _skeleton(text: str, texts: Sequence[tuple[str, str]]) -> Skeleton:
-    """Cut a rendering at its marks, and at the texts that stand in it as they are."""
+def search(text: str, texts: Sequence[tuple[str, str]], *, marked: bool = False) -> Skeleton:
+    """A rendering cut at the texts (kind, text) that stand in it as they are, and, if it is ``marked``, at marks."""
     found: list[tuple[int, int, int, bool]] = []
     marks: dict[int, int] = {}
-    for match in _MARKED.finditer(text):
+    for match in _MARKED.finditer(text) if marked else ():
         if int(match[1]) >= len(texts):
             continue  # a body with these characters in it
         marks.setdefault(int(match[1]), match.end())
