@@ -253,6 +253,7 @@ async def test_without_prompts_no_text_is_written(tmp_path: Path) -> None:
         ({"meta_info": {"prompt_tokens": 8, "cached_tokens": 0, "completion_tokens": 1}}, (8, 0, 1)),
         ({"usage": {"prompt_tokens": 8}, "timings": {"cache_n": 6, "prompt_ms": 250.0}}, (8, 6, 0)),
         ({"usage": {"prompt_tokens": 8, "prompt_tokens_details": None}}, (8, None, 0)),
+        ({"usage": {"prompt_tokens": True}, "timings": {"cache_n": True}, "id": 5}, (0, None, 0)),
         ({"usage": "none"}, (0, None, 0)),
         ([1], (0, None, 0)),
     ],

@@ -98,7 +98,7 @@ class Exchange:
             return
         record.model = _text(body.get("model"))
         record.stream = body.get("stream") is True
-        record.n = n if isinstance(n := body.get("n"), int) and n > 0 else 1
+        record.n = n if type(n := body.get("n")) is int and n > 0 else 1
         record.salt = salt_digest(_text(body.get("cache_salt")) or None)
         if self._keep_prompts:
             record.body = {name: value for name, value in body.items() if name != "cache_salt"}
@@ -124,7 +124,7 @@ class Exchange:
         if usage is not None:
             record.prompt_tokens, record.cached_tokens, record.output_tokens = usage.prompt, usage.cached, usage.output
         cached, prefill_ms = told.timings.get("cache_n"), told.timings.get("prompt_ms")
-        if record.cached_tokens is None and isinstance(cached, int):
+        if record.cached_tokens is None and type(cached) is int and cached >= 0:
             record.cached_tokens = cached
         if isinstance(prefill_ms, (int, float)):
             record.prefill_s = prefill_ms / 1000
