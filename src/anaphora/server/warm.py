@@ -61,7 +61,7 @@ def _values(text: str, path: str) -> Iterator[tuple[str, Any]]:
                     yield f", line {number}", json.loads(line)
                 except ValueError as error:
                     raise ConfigError(
-                        f"--warm {path}, line {number}: no valid JSON: {error} (a text that begins so must be a JSON string)"
+                        f"--warm {path}, line {number}: no valid JSON: {error} (a text must be a JSON string here)"
                     ) from None
         return
     if isinstance(whole, list):
