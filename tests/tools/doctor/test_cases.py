@@ -110,6 +110,39 @@ def test_tools_that_come_back_in_another_order_now_and_then(model: Model) -> Non
     assert "about every 12 requests" in found[0].finding.varies
 
 
+def test_a_time_before_the_tools_costs_the_tools(model: Model) -> None:
+    """The template writes tools behind the system text, so that what changes in it takes the tools with it."""
+    tools = [logs.tool(f"switch_{n}", f"Switches lamp {n} on or off. " * 14) for n in range(12)]
+    bodies = [
+        {"messages": [logs.system(f"You run a house. It is 10:{n:02}:09."), logs.user(f"lamp {n} on")], "tools": tools}
+        for n in range(6)
+    ]
+    diagnosis, found = examined(bodies, model)
+    assert [(b.finding.kind, b.status) for b in found] == [("clock_time", "confirmed")]
+    assert (found[0].finding.message, found[0].finding.role) == (0, "system")
+    assert found[0].tokens_lost > 0.9 * 5 * (diagnosis.before.tokens[0] - 60)
+    assert found[0].repair is not None
+    assert "give the model a tool that tells the time" in found[0].repair.advice
+    assert found[0].repair.place == "end of the last user message"
+
+
+def test_a_time_that_the_template_writes_before_the_tools(tmp_path: Path) -> None:
+    path = tmp_path / "template.jinja"
+    path.write_text(
+        "Now: {{ now }}\n{% for t in tools or [] %}{{ t | tojson }}\n{% endfor %}"
+        "{% for m in messages %}[{{ m.role }}]{{ m.content }}\n{% endfor %}"
+    )
+    tools = [logs.tool(f"switch_{n}") for n in range(12)]
+    bodies: list[Body] = [
+        {"messages": [logs.user(f"lamp {n} on")], "tools": tools, "chat_template_kwargs": {"now": f"10:{n:02}:09"}}
+        for n in range(6)
+    ]
+    diagnosis, found = examined(bodies, load_model(None, str(path)))
+    assert [(b.finding.kind, b.status, b.finding.role) for b in found] == [("clock_time", "confirmed", "template")]
+    assert found[0].tokens_lost > 0.9 * 5 * (diagnosis.before.tokens[0] - 60)
+    assert found[0].finding.samples[0] == "10:00:09"
+
+
 def test_tools_without_messages(model: Model) -> None:
     tools = [logs.tool(f"mcp__{name}__search") for name in ("files", "issues")]
     _, found = examined([{"tools": tools}, {"tools": tools[::-1]}], model)

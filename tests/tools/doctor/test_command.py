@@ -97,6 +97,23 @@ def test_fix_refuses_what_it_cannot_write(tmp_path: Path) -> None:
         run(DoctorOptions(log=log, fix=log))
 
 
+def test_a_regression_since_an_earlier_log(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    bodies = logs.interleaved(logs.conversations(count=6, turns=2, head=logs.rules(lines=20)))
+    fine = [{**body, "model": "small"} for body in bodies]
+    stamped_bodies = [{**body, "model": "large"} for body in stamped()]
+    earlier = write(tmp_path / "earlier.jsonl", [*fine, *({**body, "model": "large"} for body in bodies)])
+    out = tmp_path / "out.json"
+    run(DoctorOptions(log=write(tmp_path / "now.jsonl", [*fine, *stamped_bodies]), baseline=earlier, json=str(out)))
+    data = json.loads(out.read_text())
+    routes = {route["route"]: route for route in data["baseline"]["routes"]}
+    assert {name: route["regression"] for name, route in routes.items()} == {"large": True, "small": False}
+    assert routes["large"]["hit_rate"] < 0.1 < 0.7 < routes["large"]["hit_rate_before"]
+    assert [data["breaks"][index]["class"] for index in data["baseline"]["new_breaks"]] == ["request_id"]
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "a regression" in shown
+    assert "new since then: request_id in message 0 (system)" in shown
+
+
 def test_heads(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     log = write(tmp_path / "log.jsonl", stamped())
     assert run(DoctorOptions(log=log, heads=True)) == 0

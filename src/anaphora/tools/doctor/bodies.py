@@ -16,6 +16,7 @@ from anaphora.tools.doctor.usage import Usage, usage_of
 _TIME_KEYS = ("time", "timestamp", "t", "arrival", "ts", "created", "created_at", "start_time", "startTime")
 _SESSION_KEYS = ("session_id", "session", "conversation_id", "conversation", "thread_id", "chat_id", "sessionId")
 _SALT_KEYS = ("cache_salt", "salt", "prompt_cache_key")
+_ROUTE_KEYS = ("route", "endpoint", "operation")
 _BODY_KEYS = ("body", "request", "request_body", "payload", "params", "kwargs", "input", "data", "json")
 _RESPONSE_KEYS = ("response", "response_body", "completion", "output", "result")
 
@@ -40,6 +41,7 @@ class Logged:
     model: str = ""
     time: float | None = None
     session: str = ""
+    route: str = ""
     salt: str = ""
     kwargs: dict[str, Any] = field(default_factory=dict)
     usage: Usage | None = None
@@ -108,6 +110,7 @@ def _logged(outer: dict[str, Any], line: int) -> Iterator[Logged]:
         "model": str(body.get("model") or outer.get("model") or ""),
         "time": _time(outer) or _time(body),
         "session": _first(_SESSION_KEYS, outer, body.get("metadata"), outer.get("metadata"), body),
+        "route": _first(_ROUTE_KEYS, outer, outer.get("metadata"), body.get("metadata")),
         "salt": _first(_SALT_KEYS, outer, body),
         "usage": usage_of(outer, *(outer.get(key) for key in _RESPONSE_KEYS)),
         "answer": answer_of(*(outer.get(key) for key in _RESPONSE_KEYS), outer),

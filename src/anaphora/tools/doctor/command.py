@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from rich.text import Text
 from anaphora.errors import ConfigError
 from anaphora.text import habits
 from anaphora.tools.doctor import fix, heads, live_command, serve_flags, template, terminal
+from anaphora.tools.doctor.compare import compare
 from anaphora.tools.doctor.diagnose import Diagnosis, diagnose
 from anaphora.tools.doctor.load import Log, load, load_model
 from anaphora.tools.doctor.options import DoctorOptions, ExplainOptions
@@ -40,6 +42,8 @@ def main(options: DoctorOptions) -> int:
         return 0
     diagnosis = examine(options)
     data = as_json(diagnosis, options, prices)
+    if options.baseline:
+        data["baseline"] = compare(examine(dataclasses.replace(options, log=options.baseline)), diagnosis)
     terminal.show(data, Console())
     if options.fix:
         assert options.log is not None

@@ -12,7 +12,6 @@ from typing import Any
 import msgspec
 
 from anaphora.errors import ConfigError, InvalidRequest
-from anaphora.text.outline import TOOLS
 from anaphora.tools.doctor.diagnose import Diagnosis
 from anaphora.tools.doctor.history import HistoryStage
 from anaphora.tools.doctor.moves import PLACES, SlotMoves
@@ -113,7 +112,7 @@ class _Writer:
         """Cut what moves out of its texts; what goes behind the messages, by place (empty texts: it stays inside)."""
         late: dict[str, str] = {}
         for segment in prompt.segments:
-            if segment.text not in self.moves.of_text or segment.message == TOOLS:
+            if segment.text not in self.moves.of_text or segment.message < 0:
                 continue
             mended, behind = self.moves.mended(segment.text)
             if mended == segment.text:

@@ -121,7 +121,9 @@ class SlotMoves:
         for index, region in enumerate(self.regions):
             done[id(region.pattern)].append(index)
         mended = [group for group in done.values() if any(self._where(index) is not None for index in group)]
-        return [self._template(group) for group in mended if not self.regions[group[0]].group.startswith("tool ")]
+        return [
+            self._template(group) for group in mended if self.regions[group[0]].group in ("system", "prompt", "user")
+        ]
 
     def _template(self, indices: list[int]) -> str:
         number = self.regions[indices[0]].pattern.members[0]

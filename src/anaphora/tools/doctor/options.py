@@ -22,6 +22,7 @@ class DoctorOptions:
     cache_tokens: int | None = option(
         None, "also run the log with a cache of this many tokens", parse=parse_count, metavar="N"
     )
+    baseline: str | None = option(None, "an earlier log to compare with: what has become worse", metavar="LOG")
     heads: bool = option(False, "show the first 200 characters of the prompts, with what changes in them")
     fix: str | None = option(None, "write the log with the repairs to this file", metavar="OUT")
     template: str | None = option(

@@ -11,9 +11,15 @@ Run = tuple[int, int]
 """(index of the segment that the text belongs to, or NOBODY for the template's own text; number of the text)."""
 
 
+TEMPLATE = -2
+"""The message index of the template's own text where variables of the request stand in it."""
+
+
 @dataclass(frozen=True, slots=True)
 class Segment:
     """A text of the body. ``kind``: ``tool``, ``content``, ``name``, ``arguments``, ``reasoning`` or ``prompt``.
+
+    ``variable`` is a text of the template's own with a value of ``chat_template_kwargs`` in it.
 
     ``message`` is the index of its message, TOOLS for a tool, 0 for a completion's prompt; ``path`` where it is in the
     body, as JSON path; ``offset`` where it begins in its message's text (tools: in all tools' text), in characters.
@@ -46,6 +52,7 @@ class Prompt:
     roles: list[str] = field(default_factory=list)
     message_ids: list[int] = field(default_factory=list)
     tool_texts: tuple[int, ...] = ()
+    route: str = ""
     usage: Usage | None = None
     answer: int | None = None
     """The number of the text that the model wrote, with its tokens as generated; None where the log does not tell."""

@@ -9,11 +9,12 @@ from weakref import WeakKeyDictionary
 import msgspec
 
 from anaphora.text.chat import ChatTemplate
-from anaphora.text.outline import TOOLS, Skeleton, Skeletons, texts_of, tool_text
+from anaphora.text.outline import NOBODY, TOOLS, Skeleton, Skeletons, texts_of, tool_text
 from anaphora.tools.doctor.bodies import Logged
-from anaphora.tools.doctor.prompts import Prompt, Run, Segment
+from anaphora.tools.doctor.prompts import TEMPLATE, Prompt, Run, Segment
 from anaphora.tools.doctor.store import Store
 
+LEAST_VARIABLE = 4
 _ROLES = frozenset({"system", "developer", "user", "assistant", "tool"})
 
 
@@ -43,7 +44,7 @@ class Renderer:
         if logged.prompt is not None:
             runs: list[Run] = [(0, segments[0].text)]
         else:
-            runs = self._runs(logged, segments)
+            runs = self._with_variables(logged, segments, self._runs(logged, segments))
         if logged.tools and self.template.drops_tools:
             self.dropped_tools += 1
         prompt = Prompt(
@@ -59,6 +60,7 @@ class Renderer:
             roles=[str(message["role"]) for message in logged.messages],
             message_ids=self._ids(len(logged.messages), segments, logged),
             tool_texts=tuple(segment.text for segment in segments if segment.message == TOOLS),
+            route=logged.route,
             usage=logged.usage,
             prefill_s=logged.prefill_s,
             answer=None if logged.answer is None else self._store.intern_answer(logged.answer),
@@ -69,7 +71,7 @@ class Renderer:
     def _ids(self, count: int, segments: list[Segment], logged: Logged) -> list[int]:
         texts: list[list[int]] = [[] for _ in range(count)]
         for segment in segments:
-            if segment.kind not in ("tool", "prompt"):
+            if segment.kind not in ("tool", "prompt", "variable"):
                 texts[segment.message].append(segment.text)
         keys = [(str(message["role"]), tuple(texts[i])) for i, message in enumerate(logged.messages)]
         return [self._message_ids.setdefault(key, len(self._message_ids)) for key in keys]
@@ -114,6 +116,16 @@ class Renderer:
             parts = [(owner, None if own is None else intern(own)) for owner, own in skeleton.parts]
             self._interned[skeleton] = parts
         return [(owner, segments[owner].text if own is None else own) for owner, own in parts]
+
+    def _with_variables(self, logged: Logged, segments: list[Segment], runs: list[Run]) -> list[Run]:
+        """The runs; those of the template that show a text of ``chat_template_kwargs`` become segments."""
+        values = {name: v for name, v in logged.kwargs.items() if isinstance(v, str) and len(v) >= LEAST_VARIABLE}
+        for index, (owner, text) in enumerate(runs) if values else ():
+            shown = self._store.text(text) if owner == NOBODY else ""
+            if (name := next((name for name, value in values.items() if value in shown), None)) is not None:
+                runs[index] = len(segments), text
+                segments.append(Segment(TEMPLATE, "template", "variable", f"chat_template_kwargs.{name}", text))
+        return runs
 
 
 def _path(origin: str, path: str) -> str:

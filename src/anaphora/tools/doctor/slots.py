@@ -60,6 +60,8 @@ def _group(prompt: Prompt, segment: Segment, store: Store) -> str | None:
     if segment.kind == "tool":
         match = re.search(r'"name": "([^"]+)"', store.text(segment.text))
         return f"tool {match[1]}" if match else None
+    if segment.kind == "variable":
+        return "template"
     if segment.kind != "content":
         return None
     if segment.role in SYSTEM:
@@ -261,7 +263,7 @@ def _finding(
     return Finding(
         kind=verdict.kind,
         status="confirmed",
-        message=segment.message,
+        message=max(segment.message, TOOLS),
         role=segment.role,
         path=segment.path,
         start=segment.offset + start,
@@ -284,8 +286,9 @@ def _repairs(
         return [Repair("same place", _IN_PLACE[kind], partial(moves.switch, index, "first"))]
     what = "take it out of the prompt; if the model needs it, " if kind in _NOT_IN_PROMPT else ""
     what = what or _FIRST_ADVICE.get(kind, "")
-    if segment.message == TOOLS:
-        end = f"{what}keep it out of the tool's description and write it at the end of the last user message"
+    if segment.message < 0:
+        source = "tool's description" if segment.message == TOOLS else "template"
+        end = f"{what}keep it out of the {source} and write it at the end of the last user message"
         return [Repair("end of the last user message", end, partial(moves.switch, index, "user"), rewrites=False)]
     if region.group in ("user", "prompt"):
         return [

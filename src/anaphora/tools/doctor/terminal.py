@@ -35,6 +35,8 @@ def show(data: dict[str, Any], console: Console) -> None:
     console.print(Text(line + " (unlimited cache)", style="bold"))
     if limited := data.get("limited"):
         console.print(f"hit rate {limited['hit_rate']:.1%} with a cache of {limited['cache_tokens']:,} tokens")
+    if baseline := data.get("baseline"):
+        _show_baseline(baseline, data, console)
     if reported := data["reported"]:
         _show_reported(reported, console)
     for warning in data["warnings"]:
@@ -55,6 +57,16 @@ def show(data: dict[str, Any], console: Console) -> None:
     console.print(f"\nOther requests: {limits or 'none'}", highlight=False)
 
 
+def _show_baseline(baseline: dict[str, Any], data: dict[str, Any], console: Console) -> None:
+    for route in baseline["routes"]:
+        change = f"{route['hit_rate_before']:.1%} in the earlier log, {route['hit_rate']:.1%} now"
+        text = Text(f"{route['route']}: {change}" + (": a regression" if route["regression"] else ""))
+        console.print(text, style="bold red" if route["regression"] else "none", highlight=False)
+    for index in baseline["new_breaks"]:
+        item = data["breaks"][index]
+        console.print(f"  new since then: {item['class']} in {_where(item)}", highlight=False, markup=False)
+
+
 def _show_reported(reported: dict[str, Any], console: Console) -> None:
     rate = "no cached tokens told" if reported["hit_rate"] is None else f"hit rate {reported['hit_rate']:.1%}"
     price = "" if reported["price"] is None else f", price {reported['price']:,.4f}"
@@ -65,7 +77,7 @@ def _show_reported(reported: dict[str, Any], console: Console) -> None:
 
 def _where(item: dict[str, Any]) -> str:
     if item["message"] < 0:
-        return str(item["path"])
+        return f"{item['path']} (in the template)" if item["role"] == "template" else str(item["path"])
     return f"message {item['message']} ({item['role']}), characters {item['start']} to {item['end']}"
 
 
