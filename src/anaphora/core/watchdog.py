@@ -38,6 +38,7 @@ class Watchdog:
         try:
             process = psutil.Process(self._pid)
             while True:
+                await asyncio.sleep(LOOK_S)
                 answer = asyncio.ensure_future(self._ping())
                 try:
                     await self._wait_for(answer, process)
@@ -46,7 +47,6 @@ class Watchdog:
                 if self.complaint is not None:
                     logger.warning("the engine process goes on")
                     self.complaint = None
-                await asyncio.sleep(LOOK_S)
         except (EngineDead, psutil.Error):
             return  # who watches the process itself tells of its end
 

@@ -86,7 +86,7 @@ class Answer:
                     piece = self._take(update, observer)
                     if piece.stopped_by_string:
                         await engine.finish_choice(self.request.id, update.choice)
-                    if self._assembler.finished:
+                    if piece.finish_reason is not None and self._assembler.finished:
                         finish = self.choices[0].finish_reason or finish
                     yield piece
         except Exception as error:

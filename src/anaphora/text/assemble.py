@@ -16,7 +16,7 @@ from anaphora.types import (
 )
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # one a token: freezing it would triple what making it costs
 class ChoiceDelta:
     """What one update added to one choice; text is append-only whole characters and may lag behind the tokens.
 

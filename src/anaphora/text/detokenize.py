@@ -20,7 +20,7 @@ class Vocabulary(Protocol):
     def token_bytes(self, token_id: int) -> bytes: ...
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # one a token, as text.assemble.ChoiceDelta
 class Delta:
     """What one call added. ``text`` is whole characters, append-only, and never (part of) a stop string.
 
