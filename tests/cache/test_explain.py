@@ -238,7 +238,7 @@ def test_memory_of_what_was_evicted_is_bounded() -> None:
     assert len(ghosts._serials) <= 4 * 9
     assert sum(map(len, ghosts._tails.values())) <= 9
     assert sum(ghosts._live) == len(ghosts._serials)
-    assert len(cache._heads) <= 2 * cache.pool.total + 1
+    assert len(cache._heads) <= 2 * 9 + 1
 
 
 # --- other sizes ---------------------------------------------------------------------------------------------------

@@ -27,7 +27,7 @@ class Evicted:
 class Ghosts:
     """The last four times ``blocks`` evictions of full blocks, and as many of unfilled ones as there are blocks.
 
-    Takes about 170 bytes for an evicted block. ``distance`` is exact for up to 64 blocks, beyond that to a 64th of
+    Takes about 190 bytes for an evicted block. ``distance`` is exact for less than 128 blocks, else to a 64th of
     ``blocks``.
     """
 

@@ -18,6 +18,7 @@ from anaphora.cache.events import Reason
 from anaphora.cache.explain import AtSizes, Explainer
 from anaphora.cache.ghosts import Evicted, Ghosts
 from anaphora.cache.hashing import TOKEN_BYTES, BlockHash, extend_chain, pack
+from anaphora.cache.heads import Heads
 from anaphora.cache.index import Match, PrefixIndex, common_tokens
 from anaphora.cache.pins import Pin, Pins
 from anaphora.cache.policy import LRU, EvictionPolicy
@@ -99,7 +100,7 @@ class CacheManager:
         self._clock = clock
         self._ghosts = Ghosts(num_blocks)
         self._explainer = Explainer(self.index, self._ghosts, clock)
-        self._heads: dict[int, BlockHash] = {}
+        self._heads = Heads(self.index, num_blocks)
         self._grower: BlockTable | None = None
         self._last_table: BlockTable | None = None
         self._eviction: Evicted | None = None
@@ -222,7 +223,7 @@ class CacheManager:
             block.made_by, block.made = table.key, table.made
             self._ghosts.discard(digest)
             if not i and tokens:
-                self._note_head(digest, tokens)
+                self._heads.note(digest, tokens)
             if step is None:
                 self._computed(block)
             else:
@@ -383,14 +384,7 @@ class CacheManager:
         """Whether the prompt's first full block is cached, as far as is known, under another root than its own."""
         if not table.hashes or table.packed is None:
             return False
-        head = self._heads.get(hash(bytes(table.packed[: self.block_size * TOKEN_BYTES])))
-        return head is not None and head != table.hashes[0] and head in self.index.full
-
-    def _note_head(self, digest: BlockHash, tokens: bytes) -> None:
-        """For ``is_isolated``: under which root a first block was computed last. Of tokens only a number is kept."""
-        if len(self._heads) > 2 * self.pool.total:
-            self._heads = {number: head for number, head in self._heads.items() if head in self.index.full}
-        self._heads[hash(tokens)] = digest
+        return self._heads.elsewhere(table.hashes[0], bytes(table.packed[: self.block_size * TOKEN_BYTES]))
 
     def check(self, tables: Iterable[BlockTable]) -> None:
         """Raise CacheInvariantError unless the books balance with these, the block tables of all live sequences."""

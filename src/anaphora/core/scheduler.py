@@ -12,13 +12,12 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import NamedTuple
 
-from anaphora.cache.events import Reason
-from anaphora.cache.explain import AtSizes
 from anaphora.cache.hashing import root_hash
 from anaphora.cache.index import Match
 from anaphora.cache.manager import BlockTable, CacheManager
 from anaphora.config import SchedulerConfig
 from anaphora.core.groups import PrefixGroups
+from anaphora.core.lookups import Lookups
 from anaphora.core.sequence import Sequence, State
 from anaphora.errors import InvalidRequest
 from anaphora.types import (
@@ -82,6 +81,7 @@ class Scheduler:
         self.identity = identity
         self.max_model_len = max_model_len
         self.stats = EngineStats()
+        self.lookups = Lookups(cache, self.stats)
         self.groups = PrefixGroups()
         self.running: list[Sequence] = []
         self.waiting: list[Sequence] = []
@@ -247,17 +247,16 @@ class Scheduler:
             sequence.waited_s += now - sequence.wait_since
             sequence.wait = None
         known = len(sequence.token_ids)
-        sizes = None if sequence.report else self.cache.at_sizes(sequence.table, match, sequence.num_prompt)
+        counts = self.lookups.counts(sequence)
+        sizes = self.lookups.at_sizes(sequence, match) if counts else None
         taken = self.cache.admit(sequence.table, match, min(known + 1, self.max_model_len), headroom)
         if taken is None:
             return False
         self.waiting.remove(sequence)
         bisect.insort(self.running, sequence, key=lambda s: s.order)
         sequence.admitted(self._free_slots.pop(), taken.tokens)
-        if sequence.report is None:
-            report = self.cache.explain(sequence.table, match, sequence.num_prompt, taken)
-            self._first_admission(sequence, taken, report, now)
-            self._count_beyond(sequence, report, sizes)
+        if counts:
+            self.lookups.admitted(sequence, match, taken, sizes, now)
         sampling = sequence.request.sampling
         if sequence.choice or sequence.prompt_done:
             sampling = replace(sampling, prompt_logprobs=None)
@@ -290,38 +289,6 @@ class Scheduler:
             if sequence.state is State.WAITING and sequence.wait is None and not sequence.epoch:
                 self._look_up(sequence)
         self._arrived.clear()
-
-    def _first_admission(self, sequence: Sequence, match: Match, report: CacheReport, now: float) -> None:
-        """Fix what the lookup found, and count it: once a prompt, whatever becomes of it later."""
-        if sequence.waited_s > 0:
-            if report.reason in (Reason.HIT, Reason.SHORT):
-                detail = f"waited {sequence.waited_s:.3f} s for another request that computed the same"
-                report = replace(report, reason=Reason.IN_FLIGHT, detail=detail)
-            report = replace(report, waited=True)
-        sequence.report = report
-        sequence.first_scheduled = now
-        if sequence.choice:
-            return
-        stats = self.stats
-        stats.requests += 1
-        stats.prompt_tokens += sequence.num_prompt
-        stats.misses[report.reason] = stats.misses.get(report.reason, 0) + 1
-        if report.reason != Reason.BYPASSED:
-            stats.queries += sequence.num_prompt
-            stats.hits += report.cached_tokens
-            stats.requests_hit += report.cached_tokens > 0
-            self.cache.usage.hit(match.blocks, now)
-
-    def _count_beyond(self, sequence: Sequence, report: CacheReport, sizes: AtSizes | None) -> None:
-        """Count what caches of other size would have found, and whether another salt has what this one lacks."""
-        if sequence.choice or sizes is None:
-            return
-        stats = self.stats
-        stats.hits_half += sizes.half
-        stats.hits_twice += sizes.twice
-        stats.hits_four_times += sizes.four_times
-        if report.position < self.cache.block_size and report.reason != Reason.EVICTED:
-            stats.isolated += self.cache.is_isolated(sequence.table)
 
     # --- taking results --------------------------------------------------------------------------------------------
 

@@ -1,0 +1,60 @@
+"""What lookups found: fixed and counted when a prompt is first scheduled, whatever becomes of it later."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from anaphora.cache.events import Reason
+from anaphora.cache.explain import AtSizes
+from anaphora.cache.index import Match
+from anaphora.cache.manager import CacheManager
+from anaphora.core.sequence import Sequence
+from anaphora.types import CacheReport, EngineStats
+
+
+class Lookups:
+    """The books of one cache's lookups, kept in ``stats``. The n choices of a request are one prompt: choice 0's."""
+
+    def __init__(self, cache: CacheManager, stats: EngineStats) -> None:
+        self._cache = cache
+        self._stats = stats
+
+    @staticmethod
+    def counts(sequence: Sequence) -> bool:
+        """Whether the sequence's next admission is the first of its prompt."""
+        return sequence.report is None and not sequence.choice
+
+    def at_sizes(self, sequence: Sequence, match: Match) -> AtSizes | None:
+        """What caches of other size would find, asked before the match is taken."""
+        return self._cache.at_sizes(sequence.table, match, sequence.num_prompt)
+
+    def admitted(self, sequence: Sequence, match: Match, taken: Match, sizes: AtSizes | None, now: float) -> None:
+        """The prompt is scheduled for the first time, with what was ``taken`` of its ``match``."""
+        report = self._cache.explain(sequence.table, match, sequence.num_prompt, taken)
+        sequence.report = _waited(report, sequence.waited_s)
+        sequence.first_scheduled = now
+        stats, reason = self._stats, sequence.report.reason
+        stats.requests += 1
+        stats.prompt_tokens += sequence.num_prompt
+        stats.misses[reason] = stats.misses.get(reason, 0) + 1
+        if reason != Reason.BYPASSED:
+            stats.queries += sequence.num_prompt
+            stats.hits += report.cached_tokens
+            stats.requests_hit += report.cached_tokens > 0
+            self._cache.usage.hit(taken.blocks, now)
+        if sizes is not None:
+            stats.hits_half += sizes.half
+            stats.hits_twice += sizes.twice
+            stats.hits_four_times += sizes.four_times
+            if report.position < self._cache.block_size and reason != Reason.EVICTED:
+                stats.isolated += self._cache.is_isolated(sequence.table)
+
+
+def _waited(report: CacheReport, seconds: float) -> CacheReport:
+    """In flight is the reason where there was no other to find no more."""
+    if not seconds:
+        return report
+    if report.reason in (Reason.HIT, Reason.SHORT):
+        detail = f"waited {seconds:.3f} s for another request that computed the same"
+        report = replace(report, reason=Reason.IN_FLIGHT, detail=detail)
+    return replace(report, waited=True)
