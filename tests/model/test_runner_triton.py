@@ -91,3 +91,35 @@ def test_a_cache_in_float8_moves_the_logits_a_little(
     info = recorder.runner.info
     assert info.kv_dtype == "float8_e4m3fn"
     assert info.bytes_per_block == sum(pool.shape[1] for pool in recorder.pools) * BLOCK
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA graphs need a GPU")
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe", "gpt_oss", "glm4_moe_lite"])
+def test_graphs_give_what_other_steps_give(family: str, tmp_path: Path) -> None:
+    folder = save(tmp_path, family, dtype=torch.bfloat16, **SHAPES.get(family, {}))
+    eager = Recorder(folder, block_size=BLOCK, blocks=20, device="cuda", eager=True)
+    graphs = Recorder(folder, block_size=BLOCK, blocks=20, device="cuda")
+    assert eager.runner._graphs is None
+    assert (graphs.runner.warnings, graphs.runner._graphs is None) == ((), False)
+    ran = []
+    run = graphs.runner._graphs.run
+    graphs.runner._graphs.run = lambda inputs: ran.append(inputs) or run(inputs)
+    assert gap(logits(graphs), logits(eager)) < 0.1
+    assert len(ran) == 5  # chunks, chunks beside decode rows, decode rows in a group
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="kernels are compiled for a GPU")
+@pytest.mark.parametrize("eager", [False, True])
+def test_no_kernel_is_compiled_after_the_start(eager: bool, tmp_path: Path) -> None:
+    from anaphora.attention.compiling import COMPILATIONS
+
+    folder = save(tmp_path, "qwen3", dtype=torch.bfloat16, head_dim=64)
+    recorder = Recorder(folder, block_size=BLOCK, blocks=80, device="cuda", eager=eager)
+    before = COMPILATIONS.unexpected
+    logits(recorder)
+    for length in (1, 2, 15, 16, 17, 300, 700):
+        prompt = [(5 * i + length) % 300 for i in range(length)]
+        join = recorder.join(2, prompt, range(5, 5 + length // BLOCK + 1))
+        recorder.step(recorder.chunk(2, 0, length), recorder.token(0, 46), joins=[join])
+        recorder.step(recorder.token(2, length))
+    assert COMPILATIONS.unexpected == before

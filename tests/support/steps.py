@@ -20,10 +20,19 @@ class Recorder:
     """A ModelRunner over a pool full of not-a-number that keeps the logits of each step by slot."""
 
     def __init__(
-        self, folder: Path, *, block_size: int = 4, blocks: int = 200, kv_dtype: str = "auto", device: str = "cpu"
+        self,
+        folder: Path,
+        *,
+        block_size: int = 4,
+        blocks: int = 200,
+        kv_dtype: str = "auto",
+        device: str = "cpu",
+        eager: bool = False,
     ) -> None:
         cache = CacheConfig(block_size=block_size, kv_cache_dtype=kv_dtype, kv_cache_memory_bytes=64 * 2**20)
-        config = EngineConfig(ModelConfig(model=str(folder), device=device), cache, SchedulerConfig(max_num_seqs=16))
+        config = EngineConfig(
+            ModelConfig(model=str(folder), device=device, enforce_eager=eager), cache, SchedulerConfig(max_num_seqs=16)
+        )
         self.runner = runner.load(config)
         self.block_size = block_size
         for pool in self.pools:

@@ -34,6 +34,9 @@ from anaphora.model.sampling import Drawn, Sampler
 from anaphora.model.source import resolve
 from anaphora.types import Batch, Chunk, Join, ModelInfo, SamplingParams, StepOutput, TokenLogprobs
 
+LONG_CHUNK = 512
+"""Tokens, at least which attention cuts into parts that are merged."""
+
 LOGIT_ROWS = 64
 """Rows of prompt log-probabilities that are projected to the vocabulary at once."""
 
@@ -60,8 +63,16 @@ class Submitted:
 def load(config: EngineConfig) -> ModelRunner:
     """Load ``config.model.model``, a local folder, and make the block pool. Raises ModelError and ConfigError."""
     device = choose_device(config.model.device)
-    if device.type == "cuda":
+    if device.type == "cpu":
+        return _load(config, device)
+    from anaphora.attention.compiling import COMPILATIONS  # triton comes with torch for GPUs only
+
+    with COMPILATIONS.expected():
         _check_before_loading(config, device)
+        return _load(config, device)
+
+
+def _load(config: EngineConfig, device: torch.device) -> ModelRunner:
     limit(config.cache, device)
     return ModelRunner(config, load_model(config.model, device), device)
 
@@ -127,13 +138,18 @@ class ModelRunner:
             if config.model.max_model_len is not None:
                 token_bytes = bytes_per_block // self._block_size
                 check_length(config.model.max_model_len, (pool.blocks - 1) * self._block_size, token_bytes)
-            self._rehearse([1] * min(seqs, budget))
+            self._warm_up(min(seqs, budget), min(budget, loaded.window))
             graph_bytes = free_bytes(self._device)
             if not config.model.enforce_eager:
                 self._capture(config.scheduler, loaded)
             graph_bytes -= free_bytes(self._device)
         info = _describe(config, loaded, (kv_dtype, pool.blocks, bytes_per_block), self._device)
         self.info = replace(info, activation_bytes=pool.activation_bytes, graph_bytes=max(graph_bytes, 0))
+
+    def _warm_up(self, rows: int, tokens: int) -> None:
+        """Steps of every kind, so that every kernel is there: decode rows, a long chunk, both beside each other."""
+        for lengths in ([1] * rows, [min(tokens, LONG_CHUNK)], [*[1] * (rows - 1), max(tokens - rows, 1)]):
+            self._rehearse(lengths)
 
     def _capture(self, limits: SchedulerConfig, loaded: LoadedModel) -> None:
         slower = "steps run without CUDA graphs, and slower"

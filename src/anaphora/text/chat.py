@@ -26,8 +26,7 @@ class ChatTemplate:
     """A Jinja template, set up as transformers does it and rendered in a sandbox with bounded time and memory.
 
     What it can take is found by rendering small conversations when it is first asked for, not by reading its source.
-    ``special_tokens`` maps names such as ``bos_token`` to their text, ``now`` stands for the present. Raises ModelError
-    where it does not compile.
+    ``special_tokens`` maps names such as ``bos_token`` to their text. Raises ModelError where it does not compile.
     """
 
     def __init__(self, source: str, special_tokens: dict[str, str], now: datetime | None = None) -> None:
