@@ -18,8 +18,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
-from h200 import FULL, RESULTS, TINY, Bench, commit, machine
+from card.engines import WHOLE, Bench
+from card.sizes import FULL, TINY
+from h200 import RESULTS, commit, machine, versions
 from torch import Tensor
 
 from anaphora.types import Batch, Chunk, Join, PrefixGroup, SamplingParams
@@ -40,11 +41,11 @@ class Steps:
     """Steps of sequences that begin alike, made by hand; logits by row."""
 
     def __init__(self, bench: Bench) -> None:
-        self._runner = bench.runner
+        self._runner = bench.runner(WHOLE)
         sharpen(self._runner._model)
         self._size = self._runner.info.block_size
         self.shared = bench.size.shared // self._size * self._size
-        count = min(MOST_SEQUENCES, bench.config.scheduler.max_num_seqs)
+        count = min(MOST_SEQUENCES, bench.settings(WHOLE).scheduler.max_num_seqs)
         self.prompts = [bench.text(bench.size.own) for _ in range(count)]
         self.prefix = bench.text(self.shared)
         self._own = -(-(bench.size.own + 1) // self._size)
@@ -130,8 +131,7 @@ def main() -> None:
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         found = measure(Steps(Bench(TINY if options.tiny else FULL, Path(folder))))
-    versions = {"torch": torch.__version__, "transformers": transformers.__version__}
-    stored = {"machine": machine(), "versions": versions, "commit": options.commit or commit(), "gaps": found}
+    stored = {"machine": machine(), "versions": versions(), "commit": options.commit or commit(), "gaps": found}
     options.out.write_text(json.dumps(stored, indent=1) + "\n")
     print(json.dumps(found, indent=1))
 

@@ -10,8 +10,8 @@ import pytest
 
 def test_gaps_of_a_tiny_model(repository: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(repository / "benchmarks"))
-    h200, gaps = importlib.import_module("h200"), importlib.import_module("logit_gaps")
-    steps = gaps.Steps(h200.Bench(h200.TINY, tmp_path))
+    gaps = importlib.import_module("logit_gaps")
+    steps = gaps.Steps(gaps.Bench(gaps.TINY, tmp_path))
     found = gaps.measure(steps)
     assert all(gap["largest_gap"] < 1e-4 and gap["beyond_the_gap"] == 0 for gap in found.values())
     plain = steps.decode(share=False, graphs=False)

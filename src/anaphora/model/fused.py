@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from anaphora.attention.base import LayerOptions, attend, route
+from anaphora.attention.compiling import COMPILATIONS
 from anaphora.model import kernels
 
 ROWS = 8
@@ -29,6 +30,7 @@ _BASE = ("embed_tokens", "layers", "norm")
 
 
 @torch.no_grad()
+@COMPILATIONS.expected()
 def fuse(base: nn.Module, arguments: Mapping[str, Any], options: Mapping[int, LayerOptions]) -> int:
     """Replace parts of the layers of ``base`` in place; how many were replaced.
 

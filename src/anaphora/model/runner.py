@@ -6,7 +6,7 @@ import math
 import time
 from array import array
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -63,16 +63,8 @@ class Submitted:
 def load(config: EngineConfig) -> ModelRunner:
     """Load ``config.model.model``, a local folder, and make the block pool. Raises ModelError and ConfigError."""
     device = choose_device(config.model.device)
-    if device.type == "cpu":
-        return _load(config, device)
-    from anaphora.attention.compiling import COMPILATIONS  # triton comes with torch for GPUs only
-
-    with COMPILATIONS.expected():
+    if device.type == "cuda":
         _check_before_loading(config, device)
-        return _load(config, device)
-
-
-def _load(config: EngineConfig, device: torch.device) -> ModelRunner:
     limit(config.cache, device)
     return ModelRunner(config, load_model(config.model, device), device)
 
@@ -112,7 +104,8 @@ class ModelRunner:
         self._sampled: set[int] = set()
         self._graphs: StepGraphs | None = None
         self._free_memory = (-math.inf, 0)
-        self._make_pool(config, loaded)
+        with _compiling(device):
+            self._make_pool(config, loaded)
 
     def _make_pool(self, config: EngineConfig, loaded: LoadedModel) -> None:
         """On a GPU, first with a single block, to see what the largest step takes; then with all there is room for."""
@@ -319,6 +312,15 @@ class ModelRunner:
         outputs.last_hidden_state = hidden
         logits: Tensor = self._model(input_ids=None, use_cache=False).logits
         return logits[0]
+
+
+def _compiling(device: torch.device) -> AbstractContextManager[None]:
+    """Inside, kernels are compiled; later ones are a warning."""
+    if device.type == "cpu":
+        return nullcontext()
+    from anaphora.attention.compiling import COMPILATIONS  # triton comes with torch for GPUs only
+
+    return COMPILATIONS.expected()
 
 
 def _describe(
