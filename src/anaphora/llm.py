@@ -58,6 +58,7 @@ class Settings(TypedDict, total=False):
     chat_template: str | None
     trust_remote_code: bool
     generation_config: str
+    enforce_eager: bool
     enable_prefix_caching: bool
     block_size: int
     gpu_memory_utilization: float
