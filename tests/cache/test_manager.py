@@ -157,7 +157,7 @@ def test_another_tenants_growth_is_other_traffic(cache: Cache) -> None:
 
 def test_reset_says_whether_it_did(cache: Cache) -> None:
     table = cache.start("a", [*range(10)]).table
-    cache.pin([cache.pin_of([*range(4)], ROOT)], 0)
+    cache.pins.keep([cache.pins.make(cache.table("pin", [*range(4)], ROOT))], 1)
     assert not cache.reset()
     cache.release(table, 10)
     assert cache.reset()

@@ -11,9 +11,13 @@ from tests.cache.test_manager import OTHER, ROOT, Cache
 SYSTEM = [*range(10)]
 
 
+def pin_of(cache: Cache, ids: list[int], root=ROOT) -> Pin:
+    return cache.pins.make(cache.table("pin", ids, root))
+
+
 def pinned(cache: Cache, ids: list[int], root=ROOT, reserved: int = 0) -> Pin:
-    pin = cache.pin_of(ids, root)
-    cache.pin([pin], reserved)
+    pin = pin_of(cache, ids, root)
+    cache.pins.keep([pin], cache.pool.total - reserved)
     cache.check([])
     return pin
 
@@ -67,9 +71,9 @@ def test_pins_share_what_they_have_in_common() -> None:
 def test_pinning_twice_is_pinning_once() -> None:
     cache = Cache(9, 4)
     cache.use("s", SYSTEM)
-    pin = cache.pin_of(SYSTEM, ROOT)
-    assert cache.pin([pin, pin], 0) == [True, False]
-    assert cache.pin([cache.pin_of(SYSTEM, ROOT)], 0) == [False]
+    pin = pin_of(cache, SYSTEM)
+    assert cache.pins.keep([pin, pin], 8) == [True, False]
+    assert cache.pins.keep([pin_of(cache, SYSTEM)], 8) == [False]
     cache.pins.remove(pin)
     assert cache.pinned_blocks == 0
 
@@ -90,9 +94,6 @@ def test_more_than_leaves_room_for_requests_is_refused_with_the_numbers() -> Non
         pinned(cache, [*range(50, 58)], reserved=4)
     pinned(cache, [*SYSTEM[:8], 50], reserved=4)
     assert cache.pins.blocks_with(()) == 4
-    off = Cache(9, 4, enabled=False)
-    with pytest.raises(InvalidRequest, match="prefix caching is off"):
-        pinned(off, SYSTEM)
 
 
 def test_a_reset_empties_pins_and_they_fill_again() -> None:
@@ -127,8 +128,8 @@ def test_a_failed_step_takes_its_blocks_from_a_pin_and_the_next_brings_them_back
 
 
 def pinned_beside(cache: Cache, ids: list[int], table: object) -> Pin:
-    pin = cache.pin_of(ids, ROOT)
-    cache.pin([pin], 0)
+    pin = pin_of(cache, ids)
+    cache.pins.keep([pin], cache.pool.total)
     cache.check([table])  # type: ignore[list-item]
     return pin
 

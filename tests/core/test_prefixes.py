@@ -72,6 +72,13 @@ def test_what_cannot_be_pinned_is_refused_and_nothing_of_the_call_is(prefix: Pre
     assert engine.prefixes.list(None, 5).pins == ()
 
 
+def test_nothing_is_pinned_where_prefix_caching_is_off() -> None:
+    engine = make_engine(FakeRunner(31, BLOCK), max_model_len=60, enable_prefix_caching=False)
+    with pytest.raises(InvalidRequest, match="prefix caching is off"):
+        engine.pin([Prefix((1, 2, 3))])
+    assert engine.prefixes.list(None, 5).shared == ()
+
+
 def test_unpin_by_prefix_or_id_all_or_none() -> None:
     engine = make_engine(FakeRunner(31, BLOCK), max_model_len=60)
     one, two = engine.pin([Prefix((1, 2, 3)), Prefix((4, 5))])

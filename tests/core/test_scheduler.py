@@ -345,7 +345,8 @@ def test_a_request_that_finds_no_room_on_an_idle_engine_ends_with_an_error() -> 
     engine = make_engine(FakeRunner(11, 4))
     engine.add(make_request("r", [*range(1, 33)], 1))
     run(engine)
-    assert engine.cache.pin([engine.cache.pin_of([*range(1, 33)], root_hash("fake-1"))], 0) == [True]
+    cache = engine.cache
+    assert cache.pins.keep([cache.pins.make(cache.table("pin", range(1, 33), root_hash("fake-1")))], 8) == [True]
     assert engine.cache.pinned_blocks == 8
     engine.add(make_request("big", [*range(50, 80)], 1))
     engine.add(make_request("small", [7], 2))

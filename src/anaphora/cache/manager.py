@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 
 from anaphora.cache.events import Reason
 from anaphora.cache.explain import AtSizes, Explainer
@@ -20,11 +20,11 @@ from anaphora.cache.ghosts import Evicted, Ghosts
 from anaphora.cache.hashing import TOKEN_BYTES, BlockHash, extend_chain, pack
 from anaphora.cache.heads import Heads
 from anaphora.cache.index import Match, PrefixIndex, common_tokens
-from anaphora.cache.pins import Pin, Pins
+from anaphora.cache.pins import Pins
 from anaphora.cache.policy import LRU, EvictionPolicy
 from anaphora.cache.pool import NULL_BLOCK, Block, BlockPool
 from anaphora.cache.usage import Usage
-from anaphora.errors import CacheInvariantError, InvalidRequest
+from anaphora.errors import CacheInvariantError
 from anaphora.types import BlockCopy, CacheReport
 
 NO_MATCH = Match()
@@ -314,28 +314,6 @@ class CacheManager:
         self.usage.evicted(block)
         self.evicted_blocks += 1
         self.index.remove(block)
-
-    def pin_of(self, token_ids: Iterable[int], root: BlockHash) -> Pin:
-        """The pin that this beginning has, or would have."""
-        return self.pins.make(self.table("pin", token_ids, root))
-
-    def pin(self, pins: Sequence[Pin], reserved: int) -> list[bool]:
-        """Keep these beginnings until they are unpinned, what is computed of them and what will be.
-
-        Says of each whether it is new. InvalidRequest, and nothing is kept, where ``reserved`` blocks would not be
-        left for requests.
-        """
-        if not self.enabled:
-            raise InvalidRequest("nothing can be pinned: prefix caching is off (--enable-prefix-caching turns it on)")
-        limit = max(self.pool.total - reserved, 0)
-        if (wanted := self.pins.blocks_with(pins)) > limit:
-            now = self.pins.blocks_with(())
-            raise InvalidRequest(
-                f"too much to pin: {now} of the cache's {self.pool.total} blocks of {self.block_size} tokens are "
-                f"pinned, this needs {wanted - now} more, and {reserved} must stay for a request of full length, so at "
-                f"most {limit} may be pinned; unpin others, lower --max-model-len or raise --kv-cache-memory-bytes"
-            )
-        return [self.pins.add(pin) for pin in pins]
 
     @property
     def pinned_blocks(self) -> int:

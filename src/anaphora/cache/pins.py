@@ -11,7 +11,7 @@ takes its block as soon as anybody computes it; one that loses its block (a fail
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
 from typing import TYPE_CHECKING, NamedTuple
@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from anaphora.cache.hashing import TOKEN_BYTES, BlockHash
 from anaphora.cache.index import PrefixIndex
 from anaphora.cache.pool import Block, BlockPool
+from anaphora.errors import InvalidRequest
 
 if TYPE_CHECKING:
     from anaphora.cache.manager import BlockTable
@@ -74,8 +75,23 @@ class Pins:
         """The most blocks that would be held if ``pins`` were added."""
         return len(self._users.keys() | {piece for pin in pins for piece in pin.pieces})
 
-    def add(self, pin: Pin) -> bool:
-        """Keep it from now on, what is computed of it at once. False if it is kept already."""
+    def keep(self, pins: Sequence[Pin], limit: int) -> list[bool]:
+        """Keep these beginnings until they are removed: what is computed of them, and what will be.
+
+        Says of each whether it is new. InvalidRequest, and nothing is kept, if that could take more than ``limit``
+        blocks in all.
+        """
+        if (wanted := self.blocks_with(pins)) > limit:
+            now, total = self.blocks_with(()), self._pool.total
+            raise InvalidRequest(
+                f"too much to pin: {now} of the cache's {total} blocks of {self._index.block_size} tokens are pinned, "
+                f"this needs {wanted - now} more, and {total - limit} must stay for a request of full length, so at "
+                f"most {limit} may be pinned; unpin others, lower --max-model-len or raise --kv-cache-memory-bytes"
+            )
+        return [self._add(pin) for pin in pins]
+
+    def _add(self, pin: Pin) -> bool:
+        """False if it is kept already."""
         if pin.id in self.by_id:
             return False
         self.by_id[pin.id] = pin

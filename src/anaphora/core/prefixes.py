@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 
-from anaphora.cache.hashing import BlockHash, root_hash, unpack
+from anaphora.cache.hashing import root_hash, unpack
 from anaphora.cache.manager import CacheManager
 from anaphora.cache.pins import Pin
 from anaphora.cache.usage import Used
@@ -36,8 +36,10 @@ class Prefixes:
 
     def pin(self, prefixes: Sequence[Prefix]) -> tuple[PinReport, ...]:
         """Keep these, what is computed and what will be. InvalidRequest, and nothing done, where one cannot be kept."""
+        if not self._cache.enabled:
+            raise InvalidRequest("nothing can be pinned: prefix caching is off (--enable-prefix-caching turns it on)")
         pins = [self._pin_of(prefix) for prefix in prefixes]
-        fresh = self._cache.pin(pins, self._reserved)
+        fresh = self._cache.pins.keep(pins, self._limit)
         return tuple(self._report(pin, new) for pin, new in zip(pins, fresh, strict=True))
 
     def unpin(self, prefixes: Sequence[Prefix], ids: Sequence[str]) -> tuple[PinReport, ...]:
@@ -64,15 +66,13 @@ class Prefixes:
             len(shared),
             tuple(pins),
             self._cache.pins.blocks_with(()),
-            max(self._cache.pool.total - self._reserved, 0),
+            self._limit,
         )
 
     @property
-    def _reserved(self) -> int:
-        return self._cache.blocks_for(self._max_model_len)
-
-    def _root(self, prefix: Prefix) -> BlockHash:
-        return root_hash(self._identity, prefix.cache_salt)
+    def _limit(self) -> int:
+        """Blocks that pins may hold: a request of full length has room beside them."""
+        return max(self._cache.pool.total - self._cache.blocks_for(self._max_model_len), 0)
 
     def _pin_of(self, prefix: Prefix) -> Pin:
         tokens = len(prefix.token_ids)
@@ -82,7 +82,8 @@ class Prefixes:
                 f"begin with it; this one has {tokens}",
                 param="prompt",
             )
-        return self._cache.pin_of(prefix.token_ids, self._root(prefix))
+        root = root_hash(self._identity, prefix.cache_salt)
+        return self._cache.pins.make(self._cache.table("pin", prefix.token_ids, root))
 
     def _report(self, pin: Pin, new: bool = False, *, edges: bool = False) -> PinReport:
         start, end = _edges(pin.packed) if edges else ((), ())

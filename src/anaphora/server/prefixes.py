@@ -41,7 +41,10 @@ async def warm(service: Service, call: Call) -> Response:
 
 async def pin(service: Service, call: Call) -> Response:
     """Compute the beginnings and keep them."""
-    return responses.json_response({"object": "list", "data": list(map(_pin, await keep(service, call)))})
+    reports = await keep(service, call)
+    return responses.json_response(
+        {"object": "list", "data": [_kept(report) | {"new": report.new} for report in reports]}
+    )
 
 
 async def unpin(service: Service, call: Call) -> Response:
@@ -51,7 +54,7 @@ async def unpin(service: Service, call: Call) -> Response:
         gone = await service.engine.unpin(ids=[body.id] if isinstance(body.id, str) else body.id)
     else:
         gone = await service.engine.unpin(list(map(_prefix, await requests(service, call))))
-    return responses.json_response({"object": "list", "data": list(map(_pin, gone))})
+    return responses.json_response({"object": "list", "data": list(map(_kept, gone))})
 
 
 async def requests(service: Service, call: Call) -> list[Request]:
@@ -112,13 +115,12 @@ def _lengths(request: Request, cached: int) -> dict[str, int]:
     return {"tokens": len(request.prompt_token_ids), "cached_tokens": cached}
 
 
-def _pin(report: PinReport) -> dict[str, Any]:
+def _kept(report: PinReport) -> dict[str, Any]:
     return {
         "id": report.id,
         "object": "cache.pin",
         "tokens": report.tokens,
         "kept_tokens": report.kept_tokens,
-        "new": report.new,
     }
 
 
@@ -173,7 +175,7 @@ def _list(found: PrefixList, tokenizer: Tokenizer, now: float) -> dict[str, Any]
         "object": "list",
         "data": shared,
         "total": found.total,
-        "pins": [_pin(report) | _texts(tokenizer, report.start, report.end) for report in found.pins],
+        "pins": [_kept(report) | _texts(tokenizer, report.start, report.end) for report in found.pins],
         "pinned_blocks": found.pinned_blocks,
         "max_pinned_blocks": found.max_pinned_blocks,
     }
