@@ -33,7 +33,7 @@ def find(
     """
     if prompt.text is None or report.feature or report.position >= report.prompt_tokens - 1:
         return None
-    character = _character(text.tokenizer, prompt.token_ids[: report.position], prompt.text)
+    character = _character(text.tokenizer, prompt.token_ids, report.position, prompt.text)
     if not isinstance(body, ChatRequest):
         return _told(Place(0, "prompt", character))
     if text.template is None:
@@ -47,9 +47,17 @@ def _told(found: Place) -> dict[str, Any]:
     return {"message": message, "role": found.role or "template", "character": found.character}
 
 
-def _character(tokenizer: Tokenizer, before: tuple[int, ...], text: str) -> int:
-    """Where the token behind these begins in the prompt's text; where it begins inside a character, at that one."""
-    decoded = tokenizer.decode(before, False)
+def _character(tokenizer: Tokenizer, ids: tuple[int, ...], at: int, text: str) -> int:
+    """Where token ``at`` of a prompt begins in its text; where it begins inside a character, at that one."""
+    if 2 * at > len(ids):  # what is behind it is the less to decode
+        behind = b"".join(map(tokenizer.token_bytes, ids[at:]))
+        whole = behind.lstrip(_INNER_BYTES)
+        decoded = whole.decode("utf-8", "ignore")
+        if text.endswith(decoded):
+            return len(text) - len(decoded) - (whole != behind)
+    decoded = b"".join(map(tokenizer.token_bytes, ids[:at])).decode("utf-8", "ignore")
+    if tokenizer.strips_leading_space:
+        decoded = decoded.removeprefix(" ")
     low, high = 0, min(len(decoded), len(text))
     while low < high:
         middle = (low + high + 1) // 2
@@ -58,6 +66,10 @@ def _character(tokenizer: Tokenizer, before: tuple[int, ...], text: str) -> int:
         else:
             high = middle - 1
     return low
+
+
+_INNER_BYTES = bytes(range(0x80, 0xC0))
+"""Of UTF-8: what no character begins with."""
 
 
 @functools.lru_cache(maxsize=4)
