@@ -176,7 +176,6 @@ def _pitfalls(config: EngineConfig, info: EngineInfo, text: TextSide) -> list[Pi
         prefix_caching=config.cache.enable_prefix_caching,
         block_size=info.model.block_size,
         kv_cache_dtype=config.cache.kv_cache_dtype,
-        max_model_len=config.model.max_model_len,
         max_num_seqs=config.scheduler.max_num_seqs if info.model.device != "cpu" else None,
         pool_tokens=(info.model.num_blocks - 1) * info.model.block_size,
         gpu_memory_utilization=config.cache.gpu_memory_utilization if info.model.device != "cpu" else None,
