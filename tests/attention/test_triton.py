@@ -16,6 +16,7 @@ from tests.support.attention import Known, Shape, Step, error, make_step, read_r
 
 pytest.importorskip("triton", reason="the GPU's kernels need triton")
 
+from anaphora.attention import triton as backend_module
 from anaphora.attention.triton import TritonAttention
 
 ON_GPU = torch.cuda.is_available()
@@ -244,6 +245,25 @@ def attend_float8(step: Step, groups: tuple[PrefixGroup, ...] = ()) -> torch.Ten
     return out
 
 
+@pytest.fixture
+def any_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernels are tried on more than is served."""
+    monkeypatch.setattr(backend_module, "check_float8", lambda layout, options: None)
+
+
+@pytest.mark.parametrize(
+    ("layout", "options", "words"),
+    [
+        (KVLayout(1, 64, 64), LayerOptions(0.125, window=17), "sliding window of 17 tokens"),
+        (KVLayout(1, 72, 64, latent=True), LayerOptions(0.125), "different sizes"),
+    ],
+)
+def test_float8_is_refused_where_it_is_not_proven(layout: KVLayout, options: LayerOptions, words: str) -> None:
+    step = make_step(Shape(layout, 4), (Known(cached=3),), options)
+    with pytest.raises(ConfigError, match=f"--kv-cache-dtype fp8 does not serve this model: .*{words}.* use auto"):
+        attend_float8(step)
+
+
 FLOAT8_CASES = {
     "head 128": (Shape(KVLayout(2, 128, 128), 4), LayerOptions(128**-0.5)),
     "head 80": (Shape(KVLayout(2, 80, 80), 4), LayerOptions(80**-0.5)),
@@ -253,6 +273,7 @@ FLOAT8_CASES = {
 }
 
 
+@pytest.mark.usefixtures("any_layer")
 @pytest.mark.parametrize("case", FLOAT8_CASES)
 def test_float8_is_exact_but_for_the_rounding_of_each_vector(case: str) -> None:
     for groups in ((), (PrefixGroup(0, 2, (0, 3)),)):

@@ -17,6 +17,8 @@ from tests.support.steps import Recorder
 
 pytest.importorskip("triton", reason="the GPU's kernels need triton")
 
+from anaphora.attention import triton as backend_module
+
 BLOCK = 16
 PROMPT = [(7 * i + 3) % 300 for i in range(43)]
 FOLLOWER = [*PROMPT[:37], *((11 * i + 5) % 300 for i in range(9))]
@@ -85,6 +87,7 @@ def test_a_cache_in_float8_moves_the_logits_a_little(
 ) -> None:
     folder = save(tmp_path, family, **SHAPES[family])
     expected = logits(Recorder(folder, block_size=BLOCK, blocks=20))
+    monkeypatch.setattr(backend_module, "check_float8", lambda layout, options: None)
     recorder = triton_recorder(folder, monkeypatch, "fp8")
     given = slice(3)  # what follows depends on the tokens that were sampled
     assert TOLERANCE < gap(logits(recorder)[given], expected[given]) < FLOAT8_GAP

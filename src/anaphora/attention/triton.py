@@ -155,6 +155,8 @@ class TritonAttention:
 
     def run(self, layer: int, query: Tensor, key: Tensor, value: Tensor | None, options: LayerOptions) -> Tensor:
         layout = self._layouts[layer]
+        if self._dtype == FLOAT8:
+            check_float8(layout, options)
         heads, rows = query.shape[:2]
         group = heads // layout.heads
         pool, place = self._pools[layer]
@@ -273,6 +275,16 @@ class TritonAttention:
             "ieee" if exact else "tf32",
             num_warps=shape.warps, num_stages=shape.stages,
         )  # fmt: skip
+
+
+def check_float8(layout: KVLayout, options: LayerOptions) -> None:
+    """ConfigError for layers on which a cache in float8 has not been proven right on a GPU."""
+    if options.window is None and not layout.latent and layout.key_size == layout.value_size:
+        return
+    why = f"a sliding window of {options.window} tokens" if options.window else "keys and values of different sizes"
+    raise ConfigError(
+        f"--kv-cache-dtype fp8 does not serve this model: its attention has {why}; use auto", param="kv_cache_dtype"
+    )
 
 
 def _make_pools(

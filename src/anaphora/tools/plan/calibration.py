@@ -24,7 +24,7 @@ def read(path: Path = PATH) -> dict[str, Any]:
         found: dict[str, Any] = json.loads(path.read_text("utf-8"))
     except (OSError, ValueError) as error:
         raise ConfigError(
-            f"there is no calibration to compute with ({path}: {error}); benchmarks/h200.py makes one on a GPU, "
+            f"there is no calibration to compute with ({error}); benchmarks/h200.py makes one on a GPU, "
             "and its --publish puts it there"
         ) from error
     return found

@@ -38,8 +38,8 @@ def figures(published: dict[str, Any], options: PlanOptions) -> dict[str, Any]:
     calibration = Calibration.of(published["calibration"][options.card])
     workload = Workload(options.shared, options.own, options.out)
     sides = {
-        "off": _side(published, options, estimate(calibration, workload, caching=False)),
-        "on": _side(published, options, estimate(calibration, workload, caching=True)),
+        name: _side(published, options, caching, estimate(calibration, workload, caching=caching))
+        for name, caching in (("off", False), ("on", True))
     }
     return {
         "workload": asdict(workload) | {"per_day": options.per_day, "peak_factor": options.peak_factor},
@@ -51,15 +51,15 @@ def figures(published: dict[str, Any], options: PlanOptions) -> dict[str, Any]:
     }
 
 
-def _side(published: dict[str, Any], options: PlanOptions, found: Estimate) -> dict[str, Any]:
+def _side(published: dict[str, Any], options: PlanOptions, caching: bool, found: Estimate) -> dict[str, Any]:
     """Where a row of the benchmark had this very workload, its figures stand for the computed ones."""
-    caching = found.hit_rate > 0
     rate, hit_rate, sequences, basis = found.requests_per_s, found.hit_rate, found.sequences, COMPUTED
     asked = [options.card, options.shared, options.own, options.out, caching]
     rows = [row for row in published["measured"] if [row[name] for name in _SAME] == asked]
     if rows:
         best = max(rows, key=lambda row: row["requests_per_s"])
-        rate, hit_rate, sequences, basis = best["requests_per_s"], best["hit_rate"], best["requests"], MEASURED
+        rate, hit_rate, basis = best["requests_per_s"], best["hit_rate"], MEASURED
+        sequences = min(best["requests"], sequences)  # of those that were sent, what the blocks hold
     spent = cost(rate, options.per_day, options.peak_factor, options.gpu_hour_price)
     return {
         "hit_rate": round(hit_rate, 4),
