@@ -12,7 +12,9 @@ from hypothesis import strategies as st
 
 from anaphora.cache.events import Reason
 from anaphora.cache.explain import AtSizes
+from anaphora.cache.ghosts import Evicted
 from anaphora.cache.hashing import BlockHash
+from anaphora.errors import CacheInvariantError
 from anaphora.types import CacheReport
 from tests.support.cache import OTHER, ROOT, Cache, Clock, Found
 
@@ -237,8 +239,20 @@ def test_memory_of_what_was_evicted_is_bounded() -> None:
     ghosts = cache._ghosts
     assert len(ghosts._serials) <= 4 * 9
     assert sum(map(len, ghosts._tails.values())) <= 9
-    assert sum(ghosts._live) == len(ghosts._serials)
     assert len(cache._heads) <= 2 * 9 + 1
+
+
+@pytest.mark.parametrize("fault", ["cached", "counted"])
+def test_the_check_looks_at_ghosts_too(fault: str) -> None:
+    cache = Watched(9, Clock())
+    for number in range(20):
+        cache.serve([number, 1, 2, 3, number, 5, 6, 7, 8], ROOT)
+    if fault == "cached":
+        cache._ghosts.add(next(iter(cache.index.full)), Evicted(0.0, "r", ROOT))
+    else:
+        cache._ghosts._live[0] += 1
+    with pytest.raises(CacheInvariantError, match=fault):
+        cache.check([])
 
 
 # --- other sizes ---------------------------------------------------------------------------------------------------

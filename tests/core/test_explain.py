@@ -59,6 +59,18 @@ def test_an_answer_that_comes_back_in_other_tokens_diverges_inside_it() -> None:
     assert list(told.neighbour.token_ids[:2]) == said[2:4]
 
 
+def test_what_is_shared_is_reused_and_told_also_where_it_is_less_than_a_block() -> None:
+    engine = make_engine(FakeRunner(30, 64), max_num_batched_tokens=64)
+    for number in range(4):
+        told = serve(engine, f"r{number}", [*STEM, 500 + number, *range(600, 620)])
+        if number:
+            assert (told.reason, told.cached_tokens, told.position) == ("diverged", len(STEM), len(STEM))
+            assert told.neighbour is not None
+            assert told.neighbour.request_id == f"r{number - 1}"
+    told = serve(engine, "nothing in common", [1, 2, 3])
+    assert (told.reason, told.cached_tokens) == ("cold", 0)
+
+
 def test_followers_say_that_they_waited_unless_they_differ() -> None:
     engine = make_engine(FakeRunner(200, 4), max_num_batched_tokens=8)
     ends = {"owner": [1], "same": [1], "longer": [1, 7], "other": [2, 3]}

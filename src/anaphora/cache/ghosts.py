@@ -7,6 +7,7 @@ those that came back since, stand between it and the cache: so many more blocks 
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Container
 from dataclasses import dataclass
 
 from anaphora.cache.hashing import BlockHash
@@ -115,6 +116,15 @@ class Ghosts:
         """Of the unfilled blocks evicted under ``parent`` the last that shares most: how many tokens."""
         shared = [(common_tokens(tokens, wanted), evicted) for tokens, evicted in self._tails.get(parent, ())]
         return max(reversed(shared), key=lambda entry: entry[0], default=None)
+
+    # --- the whole -------------------------------------------------------------------------------------------------
+
+    def faults(self, cached: Container[BlockHash]) -> list[str]:
+        """What does not balance: a ghost is not ``cached``, and each is counted where its serial number is."""
+        found = [f"ghost {digest.hex()[:8]} is cached" for digest in self._serials if digest in cached]
+        if sum(self._live) != len(self._serials):
+            found.append(f"{len(self._serials)} ghosts are counted as {sum(self._live)}")
+        return found
 
     def clear(self) -> None:
         """Forget all."""

@@ -382,7 +382,7 @@ class CacheManager:
                 faults.append(f"{block} is in {states} of the states free, idle and referenced")
             if block.ref_count == 0 and block.id != NULL_BLOCK and block.indexed != (block in self.policy):
                 faults.append(f"{block} is indexed or idle, not both")
-        faults += self._index_faults() + self.pins.faults()
+        faults += self._index_faults() + self.pins.faults() + self._ghosts.faults(self.index.full)
         if faults:
             raise CacheInvariantError("; ".join(faults[:5]))
 

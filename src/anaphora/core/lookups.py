@@ -43,7 +43,7 @@ class Lookups:
             stats.requests_hit += report.cached_tokens > 0
             self._cache.usage.hit(taken.blocks, now)
         if sizes is not None:
-            stats.hits_half += sizes.half
+            stats.hits_half += min(sizes.half, report.cached_tokens)  # there may have been no room for all of it
             stats.hits_twice += sizes.twice
             stats.hits_four_times += sizes.four_times
             if report.position < self._cache.block_size and reason != Reason.EVICTED:
