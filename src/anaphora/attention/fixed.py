@@ -29,7 +29,7 @@ class DeviceList:
     merges: Tensor
     positions: Tensor
     tables: Tensor
-    counts: Tensor
+    counts: tuple[Tensor, ...]
     launches: tuple[int, int, int]
     parts: int
 
@@ -48,7 +48,7 @@ class FixedList:
         counts, *lists = (buffer[a:b] for a, b in zip(self._edges, self._edges[1:], strict=False))
         parts = 4 * rows + tiling.programs * (tiling.large // tiling.heads_per_group)
         launches = (items, large, rows)
-        self.list = DeviceList(*lists, buffer[self._edges[-1] :], counts, launches, parts)
+        self.list = DeviceList(*lists, buffer[self._edges[-1] :], counts.split(4), launches, parts)
 
     @staticmethod
     def buffer(rows: int, tiling: Tiling, device: torch.device) -> Tensor:

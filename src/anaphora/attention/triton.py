@@ -7,14 +7,14 @@ once a tile of rows, not once a row.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import numpy as np
 import torch
-import triton
 from torch import Tensor
 
 from anaphora.attention import kernels
@@ -44,12 +44,18 @@ class _Shape:
     stages: int
 
 
+def next_power(size: int) -> int:
+    """The power of two that holds ``size``; triton's own takes as long as a launch."""
+    return 1 << (size - 1).bit_length()
+
+
+@cache
 def _shapes(layout: KVLayout, group: int, itemsize: int) -> tuple[_Shape, _Shape]:
     """For small and large tiles: of those tried on a Hopper processor the fastest (``benchmarks/attention.py``).
 
     The two run beside each other, so neither may fill a processor's shared memory alone.
     """
-    least = max(16, triton.next_power_of_2(group))
+    least = max(16, next_power(group))
     if itemsize > 2:
         return _Shape(least, 16, 4, 1), _Shape(max(32, least), 16, 4, 1)
     if layout.key_size > 256:
@@ -72,6 +78,7 @@ class TritonAttention:
         self._device = device
         self._dtype = dtype
         self._pools = _make_pools(layouts, num_blocks * block_size, dtype, device)
+        self._by_layer = self.pools
         self._processors = 1
         self._side: torch.cuda.Stream | None = None
         if device.type == "cuda":
@@ -159,43 +166,41 @@ class TritonAttention:
             check_float8(layout, options)
         heads, rows = query.shape[:2]
         group = heads // layout.heads
-        pool, place = self._pools[layer]
+        pool = self._by_layer[layer]
         itemsize = (query if self._dtype == FLOAT8 else pool).element_size()  # of what is multiplied
         small, large = _shapes(layout, group, itemsize)
         programs = max(1, self._processors * PROGRAMS_PER_PROCESSOR // layout.heads)
         assert self._layout is not None
         step = self._list(Tiling(group, small.m, large.m, programs, layout.token_bytes(self._dtype)))
-        self._write(layout, pool[place], self._layout.slot_mapping, key, value)
+        self._write(layout, pool, self._layout.slot_mapping, key, value)
         out = query.new_empty(rows, heads, layout.value_size)
         parts = self._part_buffers(heads, layout.value_size, step.parts)
-        work = ((large, step.large, step.launches[1], 1), (small, step.small, step.launches[0], 0))
-        target = (query, pool[place], out, *parts)
-        with self._beside(all(step.launches[:2])) as aside:
-            for shape, items, launched, at in work:
-                if launched:
-                    with aside if shape is large else nullcontext():
-                        self._attend(layout, shape, (items, launched, step.counts[4 * at :]), step, target, options)
+        target = (query, pool, out, *parts)
+        with self._aside(all(step.launches[:2])):
+            self._attend(layout, large, (step.large, step.launches[1], step.counts[1]), step, target, options)
+        self._attend(layout, small, (step.small, step.launches[0], step.counts[0]), step, target, options)
+        self._join_aside(all(step.launches[:2]))
         if step.launches[2]:
-            block = triton.next_power_of_2(layout.value_size)
-            kernels.merge_parts[(step.launches[2], triton.cdiv(heads, MERGED_HEADS))](
-                *parts, out, step.merges, step.counts[8:], _sinks(options, out),
-                heads, MERGED_HEADS, layout.value_size, block, options.sinks is not None,
+            kernels.merge_parts[(step.launches[2], -(-heads // MERGED_HEADS))](
+                *parts, out, step.merges, step.counts[2], _sinks(options, out),
+                heads, MERGED_HEADS, layout.value_size, next_power(layout.value_size), options.sinks is not None,
             )  # fmt: skip
         return out
 
-    @contextmanager
-    def _beside(self, both: bool) -> Iterator[AbstractContextManager[Any]]:
-        """Inside of what is given, launches go beside the others: large tiles compute while small ones read.
+    def _aside(self, both: bool) -> AbstractContextManager[Any]:
+        """Inside, launches go beside those that follow: large tiles compute while small ones read.
 
         In graphs alone; outside of one, the launches of a second stream cost more than they win.
         """
         if not both or self._side is None or self._room is None:
-            yield nullcontext()
-            return
-        main = torch.cuda.current_stream()
-        self._side.wait_stream(main)
-        yield torch.cuda.stream(self._side)
-        main.wait_stream(self._side)
+            return nullcontext()
+        self._side.wait_stream(torch.cuda.current_stream())
+        return torch.cuda.stream(self._side)
+
+    def _join_aside(self, both: bool) -> None:
+        """What follows waits for what went aside."""
+        if both and self._side is not None and self._room is not None:
+            torch.cuda.current_stream().wait_stream(self._side)
 
     def _list(self, tiling: Tiling) -> DeviceList:
         """The present step's list for layers of this shape; most models have one shape."""
@@ -207,7 +212,7 @@ class TritonAttention:
             counted = np.repeat(np.array(launches, np.int32), 4)  # each at a multiple of 16 bytes
             lists = [work.small, work.large, work.members, work.merges, work.positions, work.tables]
             counts, *views = pack([counted, *lists], self._device)
-            self._lists[tiling] = DeviceList(*views, counts=counts, launches=launches, parts=work.parts)
+            self._lists[tiling] = DeviceList(*views, counts=counts.split(4), launches=launches, parts=work.parts)
         return self._lists[tiling]
 
     def _plan(self, tiling: Tiling) -> WorkList:
@@ -231,7 +236,7 @@ class TritonAttention:
         """
         name = (heads, size, self._room is not None)
         if name not in self._parts or len(self._parts[name][0]) < parts:
-            room = parts if self._room is not None else triton.next_power_of_2(max(parts, 16))
+            room = parts if self._room is not None else next_power(max(parts, 16))
             self._parts[name] = (
                 torch.empty(room, heads, size, dtype=torch.float32, device=self._device),
                 torch.empty(room, heads, dtype=torch.float32, device=self._device),
@@ -243,11 +248,11 @@ class TritonAttention:
         key, second = (x if x.stride(-1) == 1 else x.contiguous() for x in (key, second))
         strides = (key.stride(0), key.stride(1), second.stride(0), second.stride(1))
         shape = (layout.heads, layout.key_size, layout.value_size, layout.latent, pool.shape[1])
-        powers = [triton.next_power_of_2(size) for size in shape[:3]]
         if self._dtype == FLOAT8:
+            powers = [next_power(size) for size in shape[:3]]
             kernels.write_kv_scaled[(key.shape[1],)](key, second, *_views(pool), slots, *strides, *shape, *powers)
             return
-        block = triton.next_power_of_2(layout.heads * max(layout.key_size, layout.value_size))
+        block = next_power(layout.heads * max(layout.key_size, layout.value_size))
         kernels.write_kv[(key.shape[1],)](key, second, pool, slots, *strides, *shape, block)
 
     def _attend(
@@ -261,6 +266,8 @@ class TritonAttention:
     ) -> None:
         query, pool, out, part_outs, part_logs = target
         items, launched, count = work
+        if not launched:
+            return
         query = query if query.stride(-1) == 1 else query.contiguous()
         scaled = self._dtype == FLOAT8
         elements, scales = _views(pool) if scaled else (pool, pool)
@@ -304,10 +311,11 @@ def _views(pool: Tensor) -> tuple[Tensor, Tensor]:
     return pool.view(FLOAT8), pool.view(torch.float32)
 
 
+@cache
 def _halves(size: int) -> tuple[int, int]:
     """The largest power of two within ``size``, and a power of two that holds the rest: what a tile can be made of."""
     first = 1 << (size.bit_length() - 1)
-    return first, max(16, triton.next_power_of_2(size - first)) if size > first else 0
+    return first, max(16, next_power(size - first)) if size > first else 0
 
 
 def _sinks(options: LayerOptions, otherwise: Tensor) -> Tensor:

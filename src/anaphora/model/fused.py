@@ -13,12 +13,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import triton
 from torch import Tensor, nn
 from torch.nn import functional
 
 from anaphora.attention.base import LayerOptions, attend, route
 from anaphora.attention.compiling import COMPILATIONS
+from anaphora.attention.triton import next_power
 from anaphora.model import kernels
 
 ROWS = 8
@@ -134,6 +134,7 @@ class FusedNorm:
     def __init__(self, weight: Tensor, eps: float) -> None:
         self.weight = weight
         self.eps = eps
+        self._block = next_power(len(weight))
         self._ready: tuple[Tensor, Tensor] | None = None
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -150,10 +151,9 @@ class FusedNorm:
     def _launch(self, x: Tensor, residual: Tensor | None) -> Tensor:
         out = torch.empty_like(x)
         size = x.shape[-1]
-        block = triton.next_power_of_2(size)
         kernels.rms_norm[(x.numel() // size,)](
-            x, x if residual is None else residual, out, self.weight, self.eps, size, block, residual is not None,
-            num_warps=min(16, max(1, block // 512)),
+            x, x if residual is None else residual, out, self.weight, self.eps, size, self._block, residual is not None,
+            num_warps=min(16, max(1, self._block // 512)),
         )  # fmt: skip
         return out
 
@@ -188,14 +188,14 @@ def _fuse_attention(layer: Any, options: LayerOptions) -> Callable[[], None] | N
     if joint is None:
         return None
     weights = [norm.weight for norm in norms] if normed else [joint.weight, joint.weight]
-    group = min(8, triton.next_power_of_2(query + key))
+    group = min(8, next_power(query + key))
 
     def forward(hidden_states: Tensor, position_embeddings: tuple[Tensor, Tensor], **_: Any) -> tuple[Tensor, None]:
         rows = joint(hidden_states)[0]
         cos, sin = position_embeddings
-        kernels.norm_and_turn[(len(rows), triton.cdiv(query + key, group))](
+        kernels.norm_and_turn[(len(rows), -(-(query + key) // group))](
             rows, cos, sin, *weights, norms[0].eps if normed else 0.0, rows.stride(0), *cos.stride()[-2:],
-            query, query + key, size, triton.next_power_of_2(size // 2), normed, group,
+            query, query + key, size, next_power(size // 2), normed, group,
         )  # fmt: skip
         heads = rows.view(len(rows), query + 2 * key, size).transpose(0, 1)[None]
         parted = heads[:, :query], heads[:, query : query + key], heads[:, query + key :]
@@ -215,12 +215,12 @@ def _fuse_mlp(layer: Any) -> Callable[[], None] | None:
     if joint is None:
         return None
     size = gate.out_features
-    block = min(1024, triton.next_power_of_2(size))
+    block = min(1024, next_power(size))
 
     def forward(x: Tensor) -> Tensor:
         both = joint(x)
         active = both.new_empty(*both.shape[:-1], size)
-        kernels.silu_times[(both.numel() // (2 * size), triton.cdiv(size, block))](both, active, size, block)
+        kernels.silu_times[(both.numel() // (2 * size), -(-size // block))](both, active, size, block)
         out: Tensor = down(active)
         return out
 
