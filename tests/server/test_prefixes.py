@@ -14,6 +14,8 @@ import httpx
 import pytest
 
 from anaphora.errors import ConfigError
+from anaphora.server import prefixes
+from anaphora.server.prefixes import compute
 from anaphora.server.warm import read_warm_file, warm_up
 from tests.support.clients import until
 from tests.support.servers import Whole, environment, fake_command, fake_server, whole
@@ -231,6 +233,41 @@ async def test_a_client_that_leaves_takes_its_pin_back(tmp_path: Path) -> None:
         assert isinstance(end, BaseException)
         assert [pin["id"] for pin in (await listed(server))["pins"]] == [kept["id"]]
         assert not server.engine._streams
+
+
+async def test_a_client_that_leaves_does_not_take_what_another_has_pinned(
+    server: Whole, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    computing = asyncio.Event()
+
+    async def compute_two_for_ever(service: Any, call: Any, wanted: Any) -> Any:
+        if len(wanted) == 2:
+            computing.set()
+            await asyncio.Event().wait()
+        return await compute(service, call, wanted)
+
+    monkeypatch.setattr(prefixes, "compute", compute_two_for_ever)
+    leaving = asyncio.create_task(post(server, "/v1/cache/pin", prompt=["ours", "theirs"]))
+    await computing.wait()
+    (ours,) = (await post(server, "/v1/cache/pin", prompt="ours"))["data"]
+    assert (ours["kept_tokens"], ours["new"]) == (4, False)
+    leaving.cancel()
+    await asyncio.gather(leaving, return_exceptions=True)
+    assert [pin["id"] for pin in (await listed(server))["pins"]] == [ours["id"]]
+    await post(server, "/v1/cache/unpin", id=ours["id"])
+    assert not server.service.firm_pins
+
+
+@pytest.mark.parametrize("waits", range(6))
+async def test_a_client_that_leaves_at_once_leaves_no_pin(server: Whole, waits: int) -> None:
+    leaving = asyncio.create_task(post(server, "/v1/cache/pin", prompt=["left", "behind " * 50]))
+    for _ in range(waits * 3):
+        await asyncio.sleep(0)
+    await asyncio.sleep(waits * 0.001)
+    leaving.cancel()
+    (end,) = await asyncio.gather(leaving, return_exceptions=True)
+    pins = (await listed(server))["pins"]
+    assert len(pins) == (0 if isinstance(end, BaseException) else 2)
 
 
 # --- --warm FILE ----------------------------------------------------------------------------------------------------

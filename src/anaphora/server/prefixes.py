@@ -15,7 +15,7 @@ from typing import Any
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
-from anaphora.errors import AnaphoraError, InvalidRequest
+from anaphora.errors import AnaphoraError, InvalidRequest, NotFound
 from anaphora.server import prompts, responses
 from anaphora.server.answers import Answer
 from anaphora.server.protocol import ChatPrefix, PinId, TextPrefix
@@ -54,6 +54,7 @@ async def unpin(service: Service, call: Call) -> Response:
         gone = await service.engine.unpin(ids=[body.id] if isinstance(body.id, str) else body.id)
     else:
         gone = await service.engine.unpin(list(map(_prefix, await requests(service, call))))
+    service.firm_pins.difference_update(report.id for report in gone)
     return responses.json_response({"object": "list", "data": list(map(_kept, gone))})
 
 
@@ -91,20 +92,28 @@ async def keep(service: Service, call: Call) -> tuple[PinReport, ...]:
     """Pin the beginnings of a call and compute what is missing. If that fails none is pinned that was not before."""
     wanted = await requests(service, call)
     prefixes = list(map(_prefix, wanted))
-    engine = service.engine
-    before = await engine.pin(prefixes)
+    pinning = asyncio.ensure_future(service.engine.pin(prefixes))
     try:
+        before = await asyncio.shield(pinning)
         missing = [r for r, report in zip(wanted, before, strict=True) if report.kept_tokens < report.tokens]
         await compute(service, call, missing)
-        after = await engine.pin(prefixes)
+        after = await service.engine.pin(prefixes)
     except BaseException:
-        if new := [report.id for report in before if report.new]:
-            with contextlib.suppress(AnaphoraError):  # another unpinned it, or the engine is gone
-                await asyncio.shield(engine.unpin(ids=new))
+        await asyncio.shield(_undo(service, pinning))
         raise
+    service.firm_pins.update(report.id for report in after)
     return tuple(
         PinReport(now.id, now.tokens, now.kept_tokens, then.new) for then, now in zip(before, after, strict=True)
     )
+
+
+async def _undo(service: Service, pinning: asyncio.Future[tuple[PinReport, ...]]) -> None:
+    """Unpin what was pinned anew, but for what another call has completed meanwhile."""
+    with contextlib.suppress(AnaphoraError):  # it was refused, or the engine is gone
+        for report in await pinning:
+            if report.new and report.id not in service.firm_pins:
+                with contextlib.suppress(NotFound):  # another has unpinned it
+                    await service.engine.unpin(ids=[report.id])
 
 
 def _prefix(request: Request) -> Prefix:

@@ -119,6 +119,8 @@ class Service:
         self._rates = HitRates()
         self._threads = ThreadPoolExecutor(WORKERS, "text")
         self._aside = ThreadPoolExecutor(1, "aside")
+        self.firm_pins: set[str] = set()
+        """Ids of the pins whose prefixes were computed by the call that pinned them."""
         self._warned_of: set[str] = set()
         self._load_log = LoadLog(
             config.log_interval,
