@@ -16,6 +16,7 @@ import math
 import numpy as np
 from numba import carray, cfunc, from_dtype, types
 
+from anaphora.attention.openmp import fields
 from anaphora.attention.tiles import TILE_BYTES, close_tiles, multiply, multiply_vectors, open_tiles
 from anaphora.attention.vectors import (
     BFLOAT16,
@@ -58,70 +59,58 @@ TASK = ("first", "count", "table", "begin", "end", "base", "all_see_from", "all_
 """Fields of a task: its rows in ``members``, the start of its block table, its keys, where its result goes (-1: it is
 all that its rows have, and goes to the output), and the keys that each of its rows sees."""
 
-ATTEND = np.dtype(
-    [
-        (name, np.int64)
-        for name in (
-            "counters",  # items taken, threads come, then for each merged row the items that are left
-            "tasks",  # int32 [tasks, 8]: see TASK
-            "num_tasks",
-            "members",  # int32: rows of the batch
-            "lows",  # int32 [rows of the batch]: the first key that a row sees,
-            "ends",  # and the one behind the last
-            "tables",  # int32: the block tables, one behind the other
-            "merged",  # int32 [rows of the batch]: which merged row it is
-            "merges",  # int32 [merged rows, 3]: row of the batch, first share and end
-            "shares",  # int32: a place in outs and logs
-            "tiles",  # 0, or the shape of the tile registers: products of bfloat16 go through them
-            "block_size",
-            "heads",
-            "kv_heads",
-            "key_size",
-            "value_size",
-            "value_offset",  # of a token's values from its first key, in elements
-            "pool",
-            "pool_kind",
-            "width",
-            "query",
-            "query_head",  # strides in elements
-            "query_row",
-            "query_kind",
-            "out",  # [rows of the batch, heads, value_size], of the query's kind
-            "outs",  # float32 [shares, heads, value_size]
-            "logs",  # float32 [shares, heads]: log-sum-exp
-            "scratch",
-            "scratch_bytes",  # of one thread
-            "columns",  # of a task, at most; a multiple of 16
-            "sinks",  # float32 [heads], or 0
-        )
-    ]
-    + [("scale", np.float64), ("softcap", np.float64)],
-    align=True,
+ATTEND = fields(
+    "left",  # int64 [merged rows]: the items that are left
+    "tasks",  # int32 [tasks, 8]: see TASK
+    "num_tasks",
+    "members",  # int32: rows of the batch
+    "lows",  # int32 [rows of the batch]: the first key that a row sees,
+    "ends",  # and the one behind the last
+    "tables",  # int32: the block tables, one behind the other
+    "merged",  # int32 [rows of the batch]: which merged row it is
+    "merges",  # int32 [merged rows, 3]: row of the batch, first share and end
+    "shares",  # int32: a place in outs and logs
+    "block_size",
+    "heads",
+    "kv_heads",
+    "key_size",
+    "value_size",
+    "value_offset",  # of a token's values from its first key, in elements
+    "width",
+    "outs",  # float32 [shares, heads, value_size]
+    "logs",  # float32 [shares, heads]: log-sum-exp
+    "scratch",
+    "scratch_bytes",  # of one thread
+    "columns",  # of a task, at most; a multiple of 16
+    # What each layer brings:
+    "tiles",  # 0, or the shape of the tile registers: products of bfloat16 go through them
+    "pool",
+    "pool_kind",
+    "query",
+    "query_head",  # strides in elements
+    "query_row",
+    "query_kind",
+    "out",  # [rows of the batch, heads, value_size], of the query's kind
+    "sinks",  # float32 [heads], or 0
+    real=["scale", "softcap"],
 )
 
-WRITE = np.dtype(
-    [
-        (name, np.int64)
-        for name in (
-            "counters",
-            "num_rows",
-            "slots",  # int64 [rows]
-            "pool",
-            "pool_kind",
-            "width",
-            "kind",  # of key and value
-            "heads",
-            "key",
-            "key_size",
-            "key_head",  # strides in elements
-            "key_row",
-            "value",
-            "value_size",  # 0: there is none
-            "value_head",
-            "value_row",
-        )
-    ],
-    align=True,
+WRITE = fields(
+    "num_rows",
+    "slots",  # int64 [rows]
+    "pool",
+    "pool_kind",
+    "width",
+    "kind",  # of key and value
+    "heads",
+    "key",
+    "key_size",
+    "key_head",  # strides in elements
+    "key_row",
+    "value",
+    "value_size",  # 0: there is none
+    "value_head",
+    "value_row",
 )
 
 
@@ -374,9 +363,9 @@ def attend(pointer):  # type: ignore[no-untyped-def]
         if int32(task, 5) >= 0:
             for member in range(int32(task, 1)):
                 merge = int32(a.merged, int32(a.members, int32(task, 0) + member))
-                if atomic_add(a.counters, 2 + merge, -1) == 1:
+                if atomic_add(a.left, merge, -1) == 1:
                     shares = int32(a.merges, 3 * merge + 2) - int32(a.merges, 3 * merge + 1)
-                    put_int64(a.counters, 2 + merge, shares * a.kv_heads)
+                    put_int64(a.left, merge, shares * a.kv_heads)
                     _merge(a, merge, scratch + 64)
     if a.tiles:
         close_tiles(scratch)

@@ -7,8 +7,11 @@ torch is linked with. Where torch has none, the calling thread does all the work
 from __future__ import annotations
 
 import ctypes
+import struct
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 
 try:
@@ -25,9 +28,38 @@ def threads() -> int:
     return 1 if _parallel is None else torch.get_num_threads()
 
 
-def run(kernel: Any, record: int, workers: int) -> None:
-    """Call ``kernel``, compiled by numba's cfunc, with the address ``record`` on ``workers`` threads; wait for all."""
-    if workers == 1:
-        kernel.ctypes(record)
-    else:
-        _parallel(kernel.address, record, workers, 0)
+class Call:
+    """A kernel, compiled by numba's cfunc, with the record of int64 and float64 fields that it gets the address of.
+
+    The record begins with ``counters``, the address of the two counters behind it: items taken, threads come. ``given``
+    are fields that stay; ``names`` are those that each call brings, in their order in the record, side by side.
+    """
+
+    def __init__(self, kernel: Any, record: np.dtype[Any], names: Sequence[str], given: Mapping[str, Any]) -> None:
+        self._function, self._address = kernel.ctypes, kernel.address
+        self._record = np.zeros((), record)
+        fields: Any = self._record
+        self._at = int(self._record.ctypes.data)
+        fields["counters"] = self._at + record.fields["taken"][1]  # type: ignore[index]
+        for name, value in given.items():
+            fields[name] = value
+        kinds = "".join("d" if record[name].kind == "f" else "q" for name in names)
+        self._pack = struct.Struct(f"={kinds}").pack_into
+        self._bytes = memoryview(self._record.reshape(1).view(np.uint8))
+        self._first = record.fields[names[0]][1]  # type: ignore[index]
+        self._counters = struct.Struct("=qq").pack_into
+
+    def __call__(self, workers: int, *values: float) -> None:
+        """Run with ``values`` in the fields that each call brings, on ``workers`` threads; wait for all."""
+        self._pack(self._bytes, self._first, *values)
+        self._counters(self._bytes, 8, 0, 0)
+        if workers == 1:
+            self._function(self._at)
+        else:
+            _parallel(self._address, self._at, workers, 0)
+
+
+def fields(*names: str, real: Sequence[str] = ()) -> np.dtype[Any]:
+    """The dtype of a record: the counters, then int64 fields, then those in ``real``, float64."""
+    integers = [(name, np.int64) for name in ("counters", "taken", "come", *names)]
+    return np.dtype(integers + [(name, np.float64) for name in real], align=True)

@@ -2,16 +2,22 @@
 
 Each only where it is known to hold or agrees on random numbers: linear weights are packed once into the layout in which
 the CPU multiplies bfloat16, query, key and value projections share one product, the gate of an MLP gets its SiLU inside
-the product, and RMS norms work in place.
+the product, and RMS norms and rotary embeddings are one kernel each.
 """
 
 from __future__ import annotations
 
+import functools
+import inspect
 from collections.abc import Callable
+from types import FunctionType, MethodType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from anaphora.attention import openmp, rowwise
+from anaphora.attention.rows import KINDS
 
 _SIBLINGS = ("q_proj", "k_proj", "v_proj")
 """Projections that an attention applies to one and the same input."""
@@ -74,6 +80,7 @@ def fuse(model: nn.Module) -> None:
     for module in list(model.modules()):
         _join_siblings(module)
         _simplify_norm(module)
+        _simplify_rotation(module)
         _simplify_mlp(module)
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
@@ -103,22 +110,84 @@ def _packs(weight: Tensor) -> bool:
     return weight.dtype == torch.bfloat16 and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
+class _Norm:
+    """An RMS norm of rows by one compiled kernel."""
+
+    def __init__(self, weight: Tensor, eps: float) -> None:
+        self._weight = weight.detach().float()
+        self._size = weight.shape[0]
+        given = {"size": self._size, "weight": self._weight.data_ptr(), "eps": eps}
+        self._call = openmp.Call(rowwise.norm_rows, rowwise.NORM, ("x", "rows", "kind", "out", "scratch"), given)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        x = x.contiguous()
+        out, rows = torch.empty_like(x), x.numel() // self._size
+        workers = openmp.threads() if rows > rowwise.ROWS else 1
+        scratch = torch.empty(workers, self._size)
+        self._call(workers, x.data_ptr(), rows, KINDS[x.dtype], out.data_ptr(), scratch.data_ptr())
+        return out
+
+
 def _simplify_norm(module: Any) -> None:
-    """RMS norm with one temporary instead of five."""
+    """RMS norm as one kernel instead of seven operations; some families keep their weights less one."""
     eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
     weight = getattr(module, "weight", None)
     if not type(module).__name__.endswith("RMSNorm") or eps is None or weight is None or weight.dim() != 1:
         return
-    wide, size = weight.detach().float(), weight.shape[0]
+    sample = torch.randn(4, weight.shape[0], generator=_generator()).to(weight.dtype)
+    for known in (weight, weight.float() + 1):
+        forward = _Norm(known, eps)
+        if _agree(module, forward, sample):
+            module.forward = forward
+            return
 
-    def forward(x: Tensor) -> Tensor:
-        wide_x = x.to(torch.float32, copy=True)
-        norm = torch.linalg.vector_norm(wide_x, dim=-1, keepdim=True)
-        factor = norm.square_().mul_(1 / size).add_(eps).rsqrt_()
-        return wide_x.mul_(factor).mul_(wide).to(x.dtype)
 
-    if _agree(module, forward, torch.randn(4, size, generator=_generator()).to(weight.dtype)):
-        module.forward = forward
+_ROTATE = "apply_rotary_pos_emb"
+"""The function by which attention in transformers' code turns queries and keys."""
+
+
+class _Rotation:
+    """Rotary embedding by one compiled kernel."""
+
+    def __init__(self) -> None:
+        self._call = openmp.Call(rowwise.rotate_rows, rowwise.ROTATE, rowwise.ROTATE.names[3:], {})
+
+    def __call__(self, query: Tensor, key: Tensor, cosines: Tensor, sines: Tensor) -> tuple[Tensor, Tensor]:
+        """Turn ``query`` and ``key`` ``[1, H, T, D]`` in place by ``cosines`` and ``sines`` ``[1, T, D]``."""
+        cosines, sines = cosines.contiguous(), sines.contiguous()
+        rows, size = cosines.shape[-2:]
+        workers = openmp.threads() if rows > rowwise.ROWS else 1
+        scratch = torch.empty(workers, 4 * size)
+        angles = (cosines.data_ptr(), sines.data_ptr(), KINDS[sines.dtype], scratch.data_ptr())
+        for x in (query, key):
+            shape = (x.shape[1], x.stride(1), x.stride(2), rows, size)
+            self._call(workers, x.data_ptr(), KINDS[x.dtype], *shape, *angles)
+        return query, key
+
+
+def _simplify_rotation(module: Any) -> None:
+    """Let an attention that turns halves of heads do so in one kernel instead of fourteen operations."""
+    plain: Any = inspect.unwrap(type(module).forward)
+    known = getattr(plain, "__globals__", {}).get(_ROTATE)
+    if known is None or _ROTATE not in plain.__code__.co_names or not _turns_halves(known):
+        return
+    names = plain.__globals__ | {_ROTATE: _Rotation()}
+    forward = FunctionType(plain.__code__, names, plain.__name__, plain.__defaults__, plain.__closure__)
+    forward.__kwdefaults__ = plain.__kwdefaults__
+    module.forward = MethodType(forward, module)
+
+
+@functools.cache
+def _turns_halves(known: Callable[..., tuple[Tensor, Tensor]]) -> bool:
+    """Whether ``known`` does what ``_Rotation`` does."""
+    query, key = (torch.randn(1, heads, 3, 8, generator=_generator()) for heads in (4, 2))
+    angles = torch.randn(1, 3, 8, generator=_generator())
+    try:
+        expected = known(query, key, angles.cos(), angles.sin())
+    except (TypeError, ValueError, RuntimeError):  # another signature, or other shapes
+        return False
+    found = _Rotation()(query.clone(), key.clone(), angles.cos(), angles.sin())
+    return all(x.shape == y.shape and torch.allclose(x, y, atol=1e-6) for x, y in zip(expected, found, strict=True))
 
 
 def _simplify_mlp(module: Any) -> None:
