@@ -81,6 +81,8 @@ def test_a_good_command_line_passes(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert code == 0  # what usage leaves out breaks nothing
     assert settings(found) == {"--enable-prompt-tokens-details"}
     assert "org/m is not on this machine" in found["notes"][0]
+    _, found = examined(tmp_path, "vllm serve org/m --config serve.yaml")
+    assert "--config serve.yaml was not read" in found["notes"][0]
 
 
 def test_a_model_folder_says_its_template_window_and_size(tmp_path: Path) -> None:

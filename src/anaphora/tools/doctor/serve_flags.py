@@ -113,7 +113,11 @@ def examine(options: DoctorOptions, model: Model) -> tuple[Typed, list[Pitfall],
     """The command line, what is wrong with it, and what could not be looked at."""
     assert options.serve_flags is not None
     typed = read_command(options.serve_flags)
-    notes: list[str] = []
+    notes = (
+        [f"--config {typed.flags['--config']} was not read: give its settings as flags"]
+        if "--config" in typed.flags
+        else []
+    )
     template = _template(typed, options, notes)
     checks = habits.examine(template) if template is not None else []
     config = _config(typed, options)
