@@ -8,9 +8,14 @@ from collections.abc import Sequence
 
 from anaphora.tools.doctor.prompts import Prompt
 from anaphora.tools.doctor.store import Store
+from anaphora.tools.doctor.values import canonical
 
 KEPT = 6
 """Latest requests that are remembered for each last message."""
+TURN = 2
+"""Messages by which a request is usually longer than the one before it."""
+COMPARED = 4000
+"""Characters of a message that are looked at."""
 _NUMBER = re.compile(r"\d+")
 _SYSTEM = ("system", "developer")
 
@@ -38,12 +43,18 @@ def link(prompts: Sequence[Prompt], store: Store) -> tuple[list[int], list[int]]
 class _Linker:
     def __init__(self, store: Store) -> None:
         self._store = store
+        self._texts: dict[int, str] = {}
         self._by_last: defaultdict[tuple[str, int], list[Prompt]] = defaultdict(list)
         self._by_session: dict[tuple[str, str], Prompt] = {}
         self._by_opening: defaultdict[tuple[str, str], list[Prompt]] = defaultdict(list)
 
     def previous(self, prompt: Prompt) -> int:
-        found = self._exact(prompt) or self._alike(prompt)
+        found = self._exact(prompt)
+        if found is None or len(found.roles) + TURN < len(prompt.roles):
+            # The turns in between may be there, each with a changed message.
+            nearer = self._alike(prompt)
+            if nearer is not None and (found is None or len(found.roles) < len(nearer.roles) < len(prompt.roles)):
+                found = nearer
         self._keep(prompt)
         return -1 if found is None else found.number
 
@@ -81,27 +92,32 @@ class _Linker:
 
     def _answers(self, earlier: Prompt, later: Prompt) -> bool:
         """Whether the earlier one's last message, changed or not, stands in the later one's history."""
-        last = self._text(earlier, len(earlier.roles) - 1)[:4000]
-        texts = (self._text(later, i)[:4000] for i in range(len(later.roles) - 1))
+        last = self._text(earlier, len(earlier.roles) - 1)
+        texts = (self._text(later, i) for i in range(len(later.roles) - 1))
         return any(text and last and (text in last or last in text or text[:40] == last[:40]) for text in texts)
 
     def _similar(self, earlier: Prompt, later: Prompt) -> float:
         """Share of the earlier one's messages (system text aside) that the later one has, changed in part or not."""
         own = set(later.message_ids)
-        texts = [self._text(later, i)[:4000] for i, role in enumerate(later.roles) if role not in _SYSTEM]
+        texts = [self._text(later, i) for i, role in enumerate(later.roles) if role not in _SYSTEM]
         wanted = [i for i, role in enumerate(earlier.roles) if role not in _SYSTEM]
         found = 0
         for place, i in enumerate(wanted):
             if earlier.message_ids[i] in own:
                 found += 1
             elif place < len(texts):
-                a, b = self._text(earlier, i)[:4000], texts[place]
+                a, b = self._text(earlier, i), texts[place]
                 found += bool(a and b) and (a in b or b in a or a[:40] == b[:40])
         return found / max(1, len(wanted))
 
     def _text(self, prompt: Prompt, message: int) -> str:
-        """A message's text without its numbers: times in old messages may be written anew each turn."""
-        return _NUMBER.sub("0", "\n".join(self._store.text(s.text) for s in prompt.segments if s.message == message))
+        """A message's text without what may be written anew each turn: numbers, spaces, the order of JSON's keys."""
+        key = prompt.message_ids[message]
+        if key not in self._texts:
+            texts = (self._store.text(s.text) for s in prompt.segments if s.message == message)
+            spelt = " ".join(" ".join((canonical(text) or text).split()) for text in texts)
+            self._texts[key] = _NUMBER.sub("0", spelt)[:COMPARED]
+        return self._texts[key]
 
     def _opening(self, prompt: Prompt) -> str:
         first = next((i for i, role in enumerate(prompt.roles) if role not in _SYSTEM), None)

@@ -130,7 +130,11 @@ class Pattern:
     def narrowed(self, text: str) -> list[Span] | None:
         """The constants that ``text`` has as well; None where the two have too little in common."""
         kept: list[Span] = []
-        blocks = [(i, i + n) for i, _, n in matching(self.model, text)]
+        blocks = []
+        for i, j, n in matching(self.model, text):
+            # What the text has before the model's first or behind its last character needs a slot there.
+            low, high = i + (i == 0 < j), i + n - (i + n == len(self.model) and j + n < len(text))
+            blocks.append((low, high))
         for start, end in self.constants:
             for low, high in blocks:
                 s, e = max(start, low), min(end, high)

@@ -11,10 +11,10 @@ from anaphora.text.outline import TOOLS
 from anaphora.tools.doctor.findings import Finding, Repair, around, shown
 from anaphora.tools.doctor.load import Log
 from anaphora.tools.doctor.moves import Region, SlotMoves
-from anaphora.tools.doctor.patterns import Pattern, Patterns, Span
+from anaphora.tools.doctor.patterns import Pattern, Patterns, Span, common_prefix, common_suffix
 from anaphora.tools.doctor.prompts import Prompt, Segment
 from anaphora.tools.doctor.store import Store
-from anaphora.tools.doctor.values import LONG_TEXT, canonical, classify, spelt_alike, widen
+from anaphora.tools.doctor.values import LONG_TEXT, canonical, classify, spelt_alike, squeezed, widen
 from anaphora.tools.doctor.variation import Occurrence
 
 LONG_LINE = 100
@@ -130,7 +130,8 @@ def _places(prompts: Sequence[Prompt], of_text: dict[int, list[int]]) -> dict[in
 def _families(pattern: Pattern, store: Store) -> list[Pattern]:
     """The pattern, or several in its place where its texts are of a few kinds that happen to share a part.
 
-    Two applications with the same rules, one with a clock before them and one with an id, are two families.
+    Two applications with the same rules, one with a clock before them and one with an id, are two families. A text that
+    lacks the part that changes in all others is left alone.
     """
     kinds: dict[tuple[str, ...], list[int]] = defaultdict(list)
     for number in pattern.members:
@@ -143,7 +144,7 @@ def _families(pattern: Pattern, store: Store) -> list[Pattern]:
     several = [members for members in kinds.values() if len(members) > 2]
     if pattern.shared < len(pattern.model) - LONG_TEXT or max(map(len, kinds)) > PARTED_SLOTS:
         return [pattern]  # documents, of which some begin alike
-    if not 2 <= len(several) <= MOST_FAMILIES or sum(map(len, several)) < SAME_KIND * len(pattern.members):
+    if len(kinds) < 2 or not 1 <= len(several) <= MOST_FAMILIES or sum(map(len, several)) < SAME_KIND * len(pattern.members):
         return [pattern]
     families = []
     for members in several:
@@ -168,6 +169,9 @@ def _regions(pattern: Pattern, group: str, store: Store) -> Iterator[Region]:
     if len(fitted) < 2 or model not in fitted:
         return
     texts = {number: store.text(number) for number in fitted}
+    if len({squeezed(text) for text in texts.values()}) == 1:
+        yield _respaced(pattern, group, texts)
+        return
     as_they_are = {
         k for k in range(len(fitted[model])) if spelt_alike(list({texts[n][slice(*s[k])] for n, s in fitted.items()}))
     }
@@ -195,6 +199,18 @@ def _regions(pattern: Pattern, group: str, store: Store) -> Iterator[Region]:
         if min(len(t) - region.units[n][1] for n, t in texts.items()) < least:
             continue
         yield region
+
+
+def _respaced(pattern: Pattern, group: str, texts: dict[int, str]) -> Region:
+    """Texts that differ in spaces and line breaks only: one region from the first difference to the last."""
+    shortest = min(texts.values(), key=len)
+    start = min(common_prefix(shortest, text) for text in texts.values())
+    end = min(common_suffix(shortest, text, len(shortest) - start) for text in texts.values())
+    region = Region(pattern, [0], group)
+    region.units = region.values = {n: (start, len(text) - end) for n, text in texts.items()}
+    region.spans = [region.values[pattern.members[0]]]
+    region.first = texts[pattern.members[0]][slice(*region.spans[0])]
+    return region
 
 
 def _unit(text: str, start: int, end: int, group: str) -> Span:

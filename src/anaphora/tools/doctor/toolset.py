@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Sequence
+from functools import partial
 
-from anaphora.text.outline import TOOLS
+from anaphora.text.outline import NOBODY, TOOLS
 from anaphora.tools.doctor.findings import Finding, Repair, shown
 from anaphora.tools.doctor.load import Log
 from anaphora.tools.doctor.prompts import Prompt, Run
@@ -14,10 +15,12 @@ from anaphora.tools.doctor.store import Store
 from anaphora.tools.doctor.values import canonical, describe
 from anaphora.tools.doctor.variation import Occurrence
 
+MOST_UNITED = 3
 _ADVICE = {
+    "same_set": "send the same tools in every request, also those that it does not need",
     "tool_order": "sort the tools (by name, say) before they are sent",
     "key_order": "write each tool's schema with its keys in one order",
-    "tool_set": "send the same tools in every request; else those that are always there first, the others last",
+    "tool_set": "send those tools that are always there first, the others last",
 }
 
 
@@ -38,6 +41,11 @@ class ToolStage:
             counts.update({self.keys[text] for text in prompt.tool_texts})
         by_use = sorted(self._first, key=lambda key: -counts[key])
         self._rank = {key: rank for rank, key in enumerate(by_use)}
+        self._all = [self._first[key] for key in by_use]
+        self._between = _between(prompts)
+        most = max((len(prompt.tool_texts) for prompt in prompts), default=0)
+        self.unites = len(self._all) <= MOST_UNITED * most and len({_name(key) for key in by_use}) == len(by_use)
+        """Whether all requests could have the same tools: there are not many more than one request has already."""
 
     def switch(self, kind: str, on: bool) -> None:
         if on:
@@ -61,6 +69,9 @@ class ToolStage:
             tools = [(owner, self._first_form(prompt, owner, text)) for owner, text in tools]
         if self.active & {"tool_order", "tool_set"}:
             tools = [tools[i] for i in self.order([prompt.segments[owner].text for owner, _ in tools])]
+        if "same_set" in self.active and len(places) == len(prompt.tool_texts):
+            united = [(NOBODY, number) for text in self._all for number in (*self._between, text)]
+            return [*runs[: places[0]], *united[len(self._between) :], *runs[places[-1] + 1 :]]
         changed = list(runs)
         for place, run in zip(places, tools, strict=True):
             changed[place] = run
@@ -97,6 +108,15 @@ def find(log: Log, previous: Sequence[int]) -> tuple[list[Finding], ToolStage]:
     return [_finding(kind, pairs, log, stage, occurrences, names) for kind, pairs in seen.items()], stage
 
 
+def _between(prompts: Sequence[Prompt]) -> list[int]:
+    """What the template writes between two tools, as numbers of texts."""
+    for prompt in prompts:
+        places = [i for i, (o, _) in enumerate(prompt.runs) if o >= 0 and prompt.segments[o].message == TOOLS]
+        if len(places) > 1:
+            return [text for _, text in prompt.runs[places[0] + 1 : places[1]]]
+    return []
+
+
 def _relative(prompt: Prompt, latest: dict[tuple[str, frozenset[str]], Prompt], names: dict[int, str]) -> Prompt | None:
     """The latest request that has most of these tools."""
     own = {names[text] for text in prompt.tool_texts}
@@ -129,6 +149,13 @@ def _name(text: str) -> str:
     return str(inner.get("name") or text) if isinstance(inner, dict) else text
 
 
+def _repairs(kind: str, stage: ToolStage) -> list[Repair]:
+    here = Repair("same place", _ADVICE[kind], partial(stage.switch, kind))
+    if kind == "tool_set" and stage.unites:
+        return [here, Repair("all tools", _ADVICE["same_set"], partial(stage.switch, "same_set"), rewrites=False)]
+    return [here]
+
+
 def _finding(
     kind: str,
     pairs: list[tuple[Prompt, Prompt]],
@@ -157,7 +184,7 @@ def _finding(
         start=at.offset,
         end=at.offset + len(log.store.text(at.text)) if kind == "key_order" else end,
         samples=shown(list(dict.fromkeys(samples))),
-        repairs=[Repair("same place", _ADVICE[kind], lambda on: stage.switch(kind, on), rewrites=kind != "tool_set")],
+        repairs=_repairs(kind, stage),
         seen=len(pairs),
         line=after.line,
         varies=describe(occurrences),

@@ -10,13 +10,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from anaphora.tools.doctor import clocks, numerals
-from anaphora.tools.doctor.patterns import common_prefix
+from anaphora.tools.doctor.patterns import common_prefix, common_suffix
 from anaphora.tools.doctor.variation import LONGEST_CLOCK, Occurrence, Variation, counts, grows, how, keeps_time, ticks
 
 _UUID = re.compile(r"\b[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}\b", re.IGNORECASE)
 _HEX = re.compile(r"[0-9a-f]{5,}", re.IGNORECASE)
 _PATH = re.compile(r"(?:[A-Za-z]:\\|\\\\|~?/|\.{1,2}/)?[\w.@ -]*(?:[/\\][\w.@+ -]+)+[/\\]?|[A-Za-z]:\\[\w.\\ -]*")
 _VERSION = re.compile(r"v?\d+\.\d+(?:\.\d+)*(?:[-+.][\w.]+)?", re.IGNORECASE)
+_BOS = re.compile(r"(<s>|<\|begin_of_text\|>|<bos>|<\|startoftext\|>)*")
 _MEASURE = re.compile(r"[+-]?\d+[.,]\d+\s?[%\w°€$]{0,3}")
 _WORD = re.compile(r"[\w@+\-./\\:~]")
 _NO_SPACES = re.compile("[\u0e00-\u0eff\u3040-\u30ff\u3400-\u9fff\uf900-\ufaff]")
@@ -200,7 +201,9 @@ def squeezed(text: str) -> str:
 
 
 def _is_bos(values: Sequence[str]) -> bool:
-    return all(re.fullmatch(r"(<s>|<\|begin_of_text\|>|<bos>|<\|startoftext\|>)*", value) for value in values)
+    shortest = min(values, key=len)
+    same = min(common_suffix(shortest, value, len(shortest)) for value in values)
+    return all(_BOS.fullmatch(value, 0, len(value) - same) for value in values)
 
 
 _ALIKE: tuple[tuple[str, Callable[[Sequence[str]], bool]], ...] = (
