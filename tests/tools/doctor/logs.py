@@ -110,15 +110,15 @@ def written(body: Body) -> str:
     return "".join(parts) + "<|im_start|>assistant\n"
 
 
-def computed(bodies: Iterable[Body]) -> tuple[int, int]:
-    """(tokens of all prompts, tokens that no full block of 16 seen before covers)."""
+def computed(bodies: Iterable[Body], block: int = BLOCK) -> tuple[int, int]:
+    """(tokens of all prompts, tokens that no full block seen before covers)."""
     seen: set[int] = set()
     total = missed = 0
     for body in bodies:
         ids = _tokenizer().encode(written(body)).ids
         hits, chain, found = 0, 0, True
-        for end in range(BLOCK, len(ids) + 1, BLOCK):
-            chain = hash((chain, *ids[end - BLOCK : end]))
+        for end in range(block, len(ids) + 1, block):
+            chain = hash((chain, *ids[end - block : end]))
             found = found and chain in seen
             hits = end if found else hits
             seen.add(chain)

@@ -144,7 +144,8 @@ def _families(pattern: Pattern, store: Store) -> list[Pattern]:
     several = [members for members in kinds.values() if len(members) > 2]
     if pattern.shared < len(pattern.model) - LONG_TEXT or max(map(len, kinds)) > PARTED_SLOTS:
         return [pattern]  # documents, of which some begin alike
-    if len(kinds) < 2 or not 1 <= len(several) <= MOST_FAMILIES or sum(map(len, several)) < SAME_KIND * len(pattern.members):
+    enough = sum(map(len, several)) >= SAME_KIND * len(pattern.members)
+    if len(kinds) < 2 or not 1 <= len(several) <= MOST_FAMILIES or not enough:
         return [pattern]
     families = []
     for members in several:
