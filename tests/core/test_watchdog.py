@@ -22,6 +22,7 @@ pytestmark = pytest.mark.usefixtures("engine_surroundings")
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(watchdog, "LOOK_S", 0.05)
+    monkeypatch.setattr(watchdog, "SILENT_LOOKS", 10)
 
 
 async def test_a_stopped_engine_is_noticed_and_taken_back(caplog: pytest.LogCaptureFixture) -> None:
@@ -62,20 +63,31 @@ async def test_an_idle_engine_is_watched_and_not_woken_for_its_books() -> None:
         await until(lambda: client.hung is not None)
 
 
-async def test_a_long_step_that_computes_is_no_alarm(caplog: pytest.LogCaptureFixture) -> None:
-    busy = subprocess.Popen([sys.executable, "-c", "while True: pass"])
+SPIN = "while True: pass"
+WAIT = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {SPIN!r}])"
+
+
+@pytest.mark.parametrize("code", [SPIN, WAIT], ids=["itself", "in a child"])
+async def test_a_long_step_that_computes_is_no_alarm(caplog: pytest.LogCaptureFixture, code: str) -> None:
+    busy = subprocess.Popen([sys.executable, "-c", code])
+    process = psutil.Process(busy.pid)
+    family = [process]
     try:
-        dog = Watchdog(busy.pid, asyncio.get_running_loop().create_future)
+        dog = Watchdog(process.pid, asyncio.get_running_loop().create_future)
         task = asyncio.create_task(dog.run())
-        process = psutil.Process(busy.pid)
-        began = process.cpu_times().user
-        await until(lambda: process.cpu_times().user > began + 10 * watchdog.LOOK_S)
+        await until(lambda: watchdog._cpu_seconds(process) > 20 * watchdog.LOOK_S)
         assert dog.complaint is None
-        process.suspend()
+        family += process.children()
+        for member in family:
+            member.suspend()
         await until(lambda: dog.complaint is not None)
         assert str(busy.pid) in caplog.text
+        for member in family:
+            member.resume()
+        await until(lambda: dog.complaint is None)  # it computes again, though it has not answered yet
     finally:
-        busy.kill()
+        for member in family:
+            member.kill()
         busy.wait()
     await task  # ends with the process
 

@@ -44,9 +44,7 @@ class Watchdog:
                     await self._wait_for(answer, process)
                 finally:
                     answer.cancel()
-                if self.complaint is not None:
-                    logger.warning("the engine process goes on")
-                    self.complaint = None
+                self._goes_on()
         except (EngineDead, psutil.Error):
             return  # who watches the process itself tells of its end
 
@@ -56,11 +54,14 @@ class Watchdog:
         while not (await asyncio.wait((answer,), timeout=LOOK_S))[0]:
             looks += 1
             before, spent = spent, _cpu_seconds(process)
-            silent = silent + 1 if spent - before < IDLE_SHARE * LOOK_S else 0
+            # A child that has ended takes its seconds along: that is a change too.
+            silent = silent + 1 if abs(spent - before) < IDLE_SHARE * LOOK_S else 0
             if silent >= SILENT_LOOKS:
                 self._complain(f"it has neither answered nor computed for {silent * LOOK_S:.0f} s")
             elif looks * LOOK_S > LONGEST_STEP_S:
                 self._complain(f"it has been in one step for {looks * LOOK_S:.0f} s")
+            else:
+                self._goes_on()
         answer.result()
 
     def _complain(self, what: str) -> None:
@@ -68,7 +69,21 @@ class Watchdog:
             logger.error("the engine process (%d) hangs: %s", self._pid, what)
         self.complaint = f"the engine process hangs: {what}"
 
+    def _goes_on(self) -> None:
+        if self.complaint is not None:
+            logger.warning("the engine process goes on")
+            self.complaint = None
+
 
 def _cpu_seconds(process: psutil.Process) -> float:
-    times = process.cpu_times()
-    return float(times.user + times.system)
+    """Of the process and those that it waits for: compilers run in processes of their own."""
+    total = 0.0
+    for member in (process, *process.children(recursive=True)):
+        try:
+            times = member.cpu_times()
+        except psutil.NoSuchProcess:
+            if member is process:
+                raise
+        else:
+            total += times.user + times.system
+    return total
