@@ -164,8 +164,8 @@ def measured(row: dict[str, Any]) -> dict[str, Any]:
 def publish(path: Path) -> None:
     """Copy what plan needs of a result into the package."""
     stored = json.loads(path.read_text())
-    if missing := {"h200", "24g"} - stored.get("calibration", {}).keys():
-        raise SystemExit(f"{path} has no calibration of {', '.join(sorted(missing))}")
+    if not stored.get("calibration"):
+        raise SystemExit(f"{path} has no calibration")
     kept = {"source": path.name} | {name: stored[name] for name in ("machine", "versions", "commit", "calibration")}
     kept["measured"] = [measured(row) for row in stored["rows"] if row["name"] in PLANNED]
     CALIBRATION.write_text(json.dumps(kept, indent=1) + "\n")

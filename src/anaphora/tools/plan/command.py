@@ -22,7 +22,8 @@ def run(options: PlanOptions) -> int:
     """Returns the exit code; raises ConfigError where nothing can be computed."""
     published = read()
     if options.card not in published["calibration"]:
-        raise ConfigError(f"the calibration of {published['source']} has no card {options.card}", param="card")
+        there = " and ".join(published["calibration"])
+        raise ConfigError(f"{published['source']} has no calibration of card {options.card}, but {there}", param="card")
     found = figures(published, options)
     if options.json:
         try:
