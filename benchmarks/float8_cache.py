@@ -1,10 +1,11 @@
 """What a KV cache in float8 does to the logits of a real model on real conversations.
 
-    python benchmarks/float8_cache.py [--data FOLDER] [--prompts 20] [--json FILE]
+    python benchmarks/float8_cache.py [--data FOLDER] [--prompts 6] [--json FILE]
 
-Takes requests of the airline log (``--data``: the folder with airline_conversations.jsonl), cut to 1,000 tokens, and
-asks the embedded model for the log-probability of every prompt token. Attention runs on the CPU; what it writes to the
-cache is rounded first as ``--kv-cache-dtype fp8`` rounds it on a GPU: e4m3 with a scale for each token and KV head.
+Takes a request of each conversation of the airline log (``--data``: the folder with airline_conversations.jsonl), its
+last 1,000 tokens (what comes before is the same in all), and asks the embedded model for the log-probability of every
+prompt token. Attention runs on the CPU; what it writes to the cache is rounded first as ``--kv-cache-dtype fp8`` rounds
+it on a GPU: e4m3 with a scale for each token and KV head.
 Beside it, as a measure: a cache in bfloat16 against one in float32. The model computes in float32 each time.
 """
 
@@ -27,6 +28,10 @@ from anaphora.attention.cpu import CpuAttention
 from anaphora.tools.bench.machine import commit, machine, versions
 
 CUT = 1000
+WHOLE = 10**6
+TURNS = 3
+"""Requests of one conversation that ``prompts`` gives, each longer than the one before."""
+
 Round = Callable[[Tensor], Tensor]
 
 
@@ -78,12 +83,13 @@ def compare(exact: tuple[list[float], list[int]], found: tuple[list[float], list
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, default=Path("../shared/data/tau-bench"))
-    parser.add_argument("--prompts", type=int, default=20)
+    parser.add_argument("--prompts", type=int, default=6)
     parser.add_argument("--json", type=Path, metavar="FILE")
     options = parser.parse_args()
     seen: dict[str, tuple[list[float], list[int]]] = {name: ([], []) for name in CACHES}
     with LLM(dtype="float32", device="cpu", kv_cache_memory_bytes="512M") as llm, torch.inference_mode():
-        for ids in prompts(options.data, options.prompts, CUT, llm):
+        requests = prompts(options.data, TURNS * options.prompts, WHOLE, llm)
+        for ids in (request[-CUT:] for request in requests[TURNS - 1 :: TURNS]):
             for name, rounded in CACHES.items():
                 values, tops = logprobs(llm, ids, rounded)
                 seen[name][0].extend(values)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -96,6 +97,13 @@ def test_the_pool_takes_what_the_largest_step_leaves(card: dict[str, Any]) -> No
     assert found.blocks == 12 - 1 - 3 - 2
 
 
+def test_a_pool_larger_than_the_card_is_refused(card: dict[str, Any]) -> None:
+    cache = CacheConfig(kv_cache_memory_bytes=10 * GIB)
+    assert size_pool(cache, GIB, GPU, lambda: None, reserve=GIB).blocks == 10
+    with pytest.raises(ConfigError, match=r"asks for 10\.00 GiB, and the GPU has room for 9\.00 GiB"):
+        size_pool(dataclasses.replace(cache, gpu_memory=11), GIB, GPU, lambda: None, reserve=GIB)
+
+
 def test_a_pool_without_room_is_accounted_for(card: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=r"0\.9 of 4\.00 GiB: --gpu-memory-utilization of --gpu-memory; 1\.00 "):
         size_pool(CacheConfig(gpu_memory=4), GIB, GPU, lambda: None, reserve=2 * GIB)
@@ -111,7 +119,7 @@ def test_gpu_memory_holds_the_process_to_a_smaller_card(card: dict[str, Any]) ->
     limit(CacheConfig(gpu_memory=24), GPU)
     assert card["share"] == 23 / 80
     limit(CacheConfig(), GPU)
-    assert card["share"] == 79 / 80
+    assert card["share"] == 1
     with pytest.raises(ConfigError, match=r"--gpu-memory 200 is more than the GPU has, which is 80\.00 GiB"):
         limit(CacheConfig(gpu_memory=200), GPU)
     with pytest.raises(ConfigError, match=r"--gpu-memory 0\.5 leaves nothing: 1\.00 GiB"):

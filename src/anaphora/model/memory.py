@@ -87,6 +87,9 @@ def limit(cache: CacheConfig, device: torch.device) -> None:
     """Hold this process to ``--gpu-memory``: beyond it, allocations fail as they would on a card of that size."""
     if device.type != "cuda":
         return
+    if cache.gpu_memory is None:
+        torch.cuda.set_per_process_memory_fraction(1.0, device)
+        return
     free, total = torch.cuda.mem_get_info(device)
     others = total - free - torch.cuda.memory_reserved(device)  # the driver's part, and that of other processes
     left = _card_bytes(cache, total) - others
@@ -142,10 +145,12 @@ def size_pool(
     account = ""
     if device.type == "cuda":
         peak = _peak(largest_step)
-        if size is None:
+        free, total = torch.cuda.mem_get_info(device)
+        if size is not None:
+            _check_asked(size, _card_bytes(cache, total) - (total - free) - peak - reserve)
+        else:
             flag = "--gpu-memory-utilization"
             allowed, of = _allowed(cache, device)
-            free, total = torch.cuda.mem_get_info(device)
             size = allowed - (total - free) - peak - reserve
             account = (
                 f" ({of}; {_gib(total - free)} are in use, {_gib(peak)} are for the largest step, {_gib(reserve)} for "
@@ -161,6 +166,15 @@ def size_pool(
             param=flag[2:].replace("-", "_"),
         )
     return PoolSize(blocks, peak)
+
+
+def _check_asked(size: int, room: int) -> None:
+    if size > room:
+        raise ConfigError(
+            f"--kv-cache-memory-bytes asks for {_gib(size)}, and the GPU has room for {_gib(max(room, 0))} beside "
+            "weights, activations and CUDA graphs",
+            param="kv_cache_memory_bytes",
+        )
 
 
 def _peak(largest_step: Callable[[], None]) -> int:
