@@ -24,7 +24,6 @@ from anaphora.attention.vectors import (
     multiply_add,
     number,
     operation,
-    prefetch_line,
     splat,
     steps,
     store,
@@ -84,72 +83,30 @@ def close_tiles(builder: Any, before: Any) -> None:
     _call(builder, "ldtilecfg", _pointer(builder, before, number(0)))
 
 
-def _multiply(ahead: int) -> Any:
-    @operation(ADDRESS, NUMBER, NUMBER, NUMBER, ADDRESS, ADDRESS, NUMBER)
-    def multiply(builder: Any, a: Any, a_row: Any, a_tile: Any, a_step: Any, b: Any, c: Any, count: Any) -> None:
-        """C ``[64, 16]`` float32 = A ``[64, 32 · count]`` times B ``[32 · count, 16]``.
+@operation(ADDRESS, NUMBER, NUMBER, NUMBER, ADDRESS, ADDRESS, NUMBER)
+def multiply(builder: Any, a: Any, a_row: Any, a_tile: Any, a_step: Any, b: Any, c: Any, count: Any) -> None:
+    """C ``[64, 16]`` float32 = A ``[64, 32 · count]`` times B ``[32 · count, 16]``.
 
-        A is bfloat16, with the bytes from row to row of a tile, from tile to tile, and from 32 columns to the next.
-        B has its rows in pairs: a word holds two rows' numbers of one column. C and B have their tiles in a row.
+    A is bfloat16, with the bytes from row to row of a tile, from tile to tile, and from 32 columns to the next.
+    B has its rows in pairs: a word holds two rows' numbers of one column. C and B have their tiles in a row.
 
-        A tile register waits for whoever used it last, so those of A are used in turn.
-        """
-        row = number(64)
-
-        def tile(register: int) -> Any:
-            return ir.Constant(INT8, register)
-
-        for n in range(4):
-            _call(builder, "tilezero", tile(n))
-        with steps(builder, count, 1) as i:
-            _call(builder, "tileloadd64", tile(7), _pointer(builder, b, builder.mul(i, number(TILE_BYTES))), row)
-            for n in range(4):
-                place = builder.add(builder.mul(i, a_step), builder.mul(a_tile, number(n)))
-                _call(builder, "tileloadd64", tile(4 + n % 3), _pointer(builder, a, place), a_row)
-                if ahead:
-                    for line in range(0, TILE_BYTES, 64):
-                        prefetch_line(builder, _pointer(builder, a, builder.add(place, number(ahead + line))))
-                _call(builder, "tdpbf16ps", tile(n), tile(4 + n % 3), tile(7))
-        for n in range(4):
-            _call(builder, "tilestored64", tile(n), _pointer(builder, c, number(TILE_BYTES * n)), row)
-
-    return multiply
-
-
-multiply, multiply_streaming = _multiply(0), _multiply(2 * 4096)
-
-
-@operation(ADDRESS, ADDRESS, NUMBER, ADDRESS, NUMBER)
-def multiply_pair(builder: Any, a: Any, b: Any, b_step: Any, c: Any, count: Any) -> None:
-    """The same for two B, ``b_step`` bytes apart, to two C, one behind the other: each tile is read half as often.
-
-    A is ``[count, 4 tiles]``; rows 0 to 31 of it go first, then the rest.
+    A tile register waits for whoever used it last, so those of A are used in turn.
     """
     row = number(64)
-    for half in range(2):
+
+    def tile(register: int) -> Any:
+        return ir.Constant(INT8, register)
+
+    for n in range(4):
+        _call(builder, "tilezero", tile(n))
+    with steps(builder, count, 1) as i:
+        _call(builder, "tileloadd64", tile(7), _pointer(builder, b, builder.mul(i, number(TILE_BYTES))), row)
         for n in range(4):
-            _call(builder, "tilezero", ir.Constant(INT8, n))
-        with steps(builder, count, 1) as i:
-
-            def get(register: int, base: Any, offset: Any) -> None:
-                _call(builder, "tileloadd64", ir.Constant(INT8, register), _pointer(builder, base, offset), row)
-
-            def dot(target: int, x: int, y: int) -> None:
-                _call(builder, "tdpbf16ps", *(ir.Constant(INT8, n) for n in (target, x, y)))
-
-            first = builder.add(builder.mul(i, number(4 * TILE_BYTES)), number(2 * half * TILE_BYTES))
-            column = builder.mul(i, number(TILE_BYTES))
-            get(4, a, first)
-            get(6, b, column)
-            dot(0, 4, 6)
-            get(7, b, builder.add(column, b_step))
-            dot(1, 4, 7)
-            get(5, a, builder.add(first, number(TILE_BYTES)))
-            dot(2, 5, 6)
-            dot(3, 5, 7)
-        for n in range(4):
-            place = number((2 * half + n // 2 + 4 * (n % 2)) * TILE_BYTES)
-            _call(builder, "tilestored64", ir.Constant(INT8, n), _pointer(builder, c, place), row)
+            place = builder.add(builder.mul(i, a_step), builder.mul(a_tile, number(n)))
+            _call(builder, "tileloadd64", tile(4 + n % 3), _pointer(builder, a, place), a_row)
+            _call(builder, "tdpbf16ps", tile(n), tile(4 + n % 3), tile(7))
+    for n in range(4):
+        _call(builder, "tilestored64", tile(n), _pointer(builder, c, number(TILE_BYTES * n)), row)
 
 
 @operation(ADDRESS, NUMBER, NUMBER, ADDRESS, ADDRESS, NUMBER, NUMBER)
