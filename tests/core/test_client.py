@@ -116,7 +116,7 @@ def test_generate_yields_every_token_of_every_choice() -> None:
                 assert len(tokens(updates, choice)) == 6
                 assert [u for u in updates if u.choice == choice][-1].finish_reason is FinishReason.LENGTH
             assert any(u.prompt is not None for u in updates)
-            assert_nothing_kept(client)
+            await assert_nothing_kept(client)
 
     asyncio.run(main())
 
@@ -130,7 +130,7 @@ def test_many_at_once_get_what_each_gets_alone() -> None:
             for index in (0, 13, 63):
                 assert tokens(await collect(client, wanted[index])) == tokens(together[index])
             await client.check()
-            assert_nothing_kept(client)
+            await assert_nothing_kept(client)
 
     asyncio.run(main())
 
@@ -153,7 +153,7 @@ def test_leaving_early_frees_the_request(how: str) -> None:
                     await client.abort("a")
                     last = (await task)[-2:]
                     assert [(u.choice, u.finish_reason) for u in last] == [(0, "abort"), (1, "abort")]
-            assert_nothing_kept(client)
+            await assert_nothing_kept(client)
             await until(lambda: client.stats.running == 0)
             await until(client.reset_prefix_cache)
             await client.check()
@@ -213,7 +213,7 @@ def test_a_request_ends_when_its_last_choice_is_finished_by_another_task() -> No
             await client.finish_choice("a", 0)
             assert all(u.finish_reason is None for u in await task)
             await until(lambda: client.stats.running == 0)
-            assert_nothing_kept(client)
+            await assert_nothing_kept(client)
 
     asyncio.run(main())
 
@@ -230,7 +230,7 @@ def test_a_refused_request_hurts_no_other(prompt: tuple[int, ...]) -> None:
             assert len(tokens(await other)) == 20
             assert len(tokens(await collect(client, request("a")))) == 5
             await client.check()
-            assert_nothing_kept(client)
+            await assert_nothing_kept(client)
 
     asyncio.run(main())
 

@@ -43,7 +43,7 @@ async def assert_dead(client: EngineClient, reason: str, *running: asyncio.Task[
         with pytest.raises(EngineDead, match=reason):
             await call
     await client.abort("late")
-    assert_nothing_kept(client)
+    await assert_nothing_kept(client)
     await until(lambda: gone(client.pid))
 
 

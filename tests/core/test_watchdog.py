@@ -44,7 +44,7 @@ async def test_a_stopped_engine_is_noticed_and_taken_back(caplog: pytest.LogCapt
         assert sum(len(update.token_ids) for update in await running) == 2000
         assert len(await collect(client, request("new"))) == 5
         await client.check()
-    assert_nothing_kept(client)
+    await assert_nothing_kept(client)
     said = [record.getMessage() for record in caplog.records if record.name == "anaphora.core.watchdog"]
     assert [("hangs" in line, "goes on" in line) for line in said] == [(True, False), (False, True)]
 
