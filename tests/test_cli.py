@@ -270,3 +270,18 @@ def test_version_and_help(capsys: pytest.CaptureFixture[str]) -> None:
             cli.main([name, "--help"])
         assert exit_info.value.code == 0
         assert f"usage: anaphora {name}" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("load_format", "weights"), [("dummy", False), ("auto", True)])
+def test_made_up_weights_are_not_looked_for(
+    load_format: str, weights: bool, served: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[bool] = []
+
+    def resolve(model: str, *, weights: bool, **_: Any) -> ModelSource:
+        asked.append(weights)
+        return ModelSource(Path("/models/found"), model, "identity")
+
+    monkeypatch.setattr("anaphora.model.source.resolve", resolve)
+    assert cli.main(["serve", "m", "--load-format", load_format]) == 0
+    assert asked == [weights]
