@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import random
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
@@ -19,7 +21,7 @@ def model() -> Model:
     return load_model(None, None)
 
 
-def chats(**more: int) -> list[Body]:
+def chats(**more: Any) -> list[Body]:
     return logs.interleaved(logs.conversations(**more))
 
 
@@ -159,6 +161,56 @@ def short_system_texts() -> list[Body]:
     return logs.interleaved(logs.conversations(head="You are a helpful assistant."))
 
 
+def titles_beside() -> list[Body]:
+    """A side request after each conversation, with its instruction first."""
+    made = logs.conversations(count=8)
+    asked = "Write a title of five words for this talk."
+    return [
+        body
+        for bodies in made
+        for body in (
+            *bodies,
+            {"messages": [logs.user("\n".join([asked, *(m["content"] for m in bodies[-1]["messages"][1:])]))]},
+        )
+    ]
+
+
+def tags_behind() -> list[Body]:
+    made = logs.conversations(count=8)
+    asked = logs.user("Suggest three tags for this chat.")
+    return [b for bodies in made for b in (*bodies, {"messages": [*bodies[-1]["messages"], asked]})]
+
+
+def two_sets_of_tools() -> list[Body]:
+    tools = [logs.tool(f"tool_{name}") for name in "abcdefgh"]
+    made = logs.conversations(count=10)
+    return logs.interleaved([[{**b, "tools": (tools[:5], tools[3:])[n % 2]} for b in x] for n, x in enumerate(made)])
+
+
+def compacted_once() -> list[Body]:
+    summary = logs.user("Summary so far: refunds were asked for and given, all is well.")
+    return logs.interleaved(
+        [*bodies[:6], *({"messages": [b["messages"][0], summary, *b["messages"][11:]]} for b in bodies[6:])]
+        for bodies in logs.conversations(count=4, turns=9)
+    )
+
+
+def with_responses() -> list[Body]:
+    return [
+        {"request": body, "response": {"choices": [{"message": later["messages"][-2]}]}}
+        for bodies in logs.conversations(count=8, turns=5)
+        for body, later in itertools.pairwise(bodies)
+    ]
+
+
+def asked_twice() -> list[Body]:
+    return [body for body in chats(turns=2) for _ in range(2)]
+
+
+def in_german() -> list[Body]:
+    return chats(head="\n".join(f"- Regel {i}: Antworte höflich und nenne nie fremde Kunden." for i in range(20)))
+
+
 CLEAN: list[Callable[[], list[Body]]] = [
     chats,
     one_after_the_other,
@@ -182,6 +234,13 @@ CLEAN: list[Callable[[], list[Body]]] = [
     similar_questions,
     long_conversations,
     short_system_texts,
+    titles_beside,
+    tags_behind,
+    two_sets_of_tools,
+    compacted_once,
+    with_responses,
+    asked_twice,
+    in_german,
 ]
 
 

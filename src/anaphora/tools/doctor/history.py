@@ -12,9 +12,9 @@ from anaphora.text.outline import NOBODY
 from anaphora.tools.doctor.continued import Difference, end_of, rendered
 from anaphora.tools.doctor.findings import Finding, Repair, around, shown
 from anaphora.tools.doctor.load import Log
-from anaphora.tools.doctor.patterns import common_prefix, common_suffix
+from anaphora.tools.doctor.patterns import common_prefix, common_suffix, squeezed
 from anaphora.tools.doctor.prompts import Prompt, Run
-from anaphora.tools.doctor.values import canonical, classify, squeezed, widen
+from anaphora.tools.doctor.values import canonical, classify, widen
 from anaphora.tools.doctor.variation import Occurrence
 
 _SYSTEM = ("system", "developer")

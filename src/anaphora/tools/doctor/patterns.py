@@ -64,6 +64,18 @@ def matching(a: str, b: str) -> list[tuple[int, int, int]]:
     return blocks
 
 
+def squeezed(text: str) -> str:
+    """The text without its spaces and line breaks."""
+    return "".join(text.split())
+
+
+def _ends(a: str, b: str) -> list[tuple[int, int, int]]:
+    """What two texts have in common at their beginnings and ends, as ``matching`` gives it."""
+    start = common_prefix(a, b)
+    tail = common_suffix(a, b, min(len(a), len(b)) - start)
+    return [(i, j, n) for i, j, n in ((0, 0, start), (len(a) - tail, len(b) - tail, tail)) if n]
+
+
 def _inner(a: str, b: str) -> list[tuple[int, int, int]]:
     parts_a, parts_b = _WORDS.findall(a), _WORDS.findall(b)
     if len(parts_a) * len(parts_b) > MATCHED_WORDS * 250:
@@ -131,7 +143,8 @@ class Pattern:
         """The constants that ``text`` has as well; None where the two have too little in common."""
         kept: list[Span] = []
         blocks = []
-        for i, j, n in matching(self.model, text):
+        respaced = squeezed(self.model) == squeezed(text)
+        for i, j, n in _ends(self.model, text) if respaced else matching(self.model, text):
             # What the text has before the model's first or behind its last character needs a slot there.
             low, high = i + (i == 0 < j), i + n - (i + n == len(self.model) and j + n < len(text))
             blocks.append((low, high))
@@ -144,7 +157,8 @@ class Pattern:
         least = LEAST_SHARED * min(len(self.model), len(text))
         if len(self.members) > 1:
             least = max(least, LEAST_KEPT * self.shared)
-        if shared < max(least, 2 * SHORTEST_CONSTANT) or self.fit(text, kept) is None:
+        little = shared < max(least, 2 * SHORTEST_CONSTANT) and not respaced
+        if little or self.fit(text, kept) is None:
             return None
         return kept
 

@@ -11,10 +11,10 @@ from anaphora.text.outline import TOOLS
 from anaphora.tools.doctor.findings import Finding, Repair, around, shown
 from anaphora.tools.doctor.load import Log
 from anaphora.tools.doctor.moves import Region, SlotMoves
-from anaphora.tools.doctor.patterns import Pattern, Patterns, Span, common_prefix, common_suffix
+from anaphora.tools.doctor.patterns import Pattern, Patterns, Span, common_prefix, common_suffix, squeezed
 from anaphora.tools.doctor.prompts import Prompt, Segment
 from anaphora.tools.doctor.store import Store
-from anaphora.tools.doctor.values import LONG_TEXT, canonical, classify, spelt_alike, squeezed, widen
+from anaphora.tools.doctor.values import LONG_TEXT, canonical, classify, spelt_alike, widen
 from anaphora.tools.doctor.variation import Occurrence
 
 LONG_LINE = 100

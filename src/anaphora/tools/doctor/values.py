@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from anaphora.tools.doctor import clocks, numerals
-from anaphora.tools.doctor.patterns import common_prefix, common_suffix
+from anaphora.tools.doctor.patterns import common_prefix, common_suffix, squeezed
 from anaphora.tools.doctor.variation import LONGEST_CLOCK, Occurrence, Variation, counts, grows, how, keeps_time, ticks
 
 _UUID = re.compile(r"\b[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}\b", re.IGNORECASE)
@@ -194,10 +194,6 @@ def items(text: str) -> str | None:
         if len(parts) > 1:
             return "\0".join(parts)
     return None
-
-
-def squeezed(text: str) -> str:
-    return "".join(text.split())
 
 
 def _is_bos(values: Sequence[str]) -> bool:
