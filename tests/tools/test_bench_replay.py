@@ -73,7 +73,7 @@ def test_timing_takes_the_arrivals_of_the_log(tmp_path: Path) -> None:
     assert [s.at for s in read_log(write(tmp_path / "b.jsonl", *iso), None, True)] == [0.0, 2.0]
     millis = [{"created": 1_700_000_000_000 + n, **body("x")} for n in (0, 1500)]
     assert [s.at for s in read_log(write(tmp_path / "c.jsonl", *millis), None, True)] == pytest.approx([0.0, 1.5])
-    with serving(Fake(prefill_s=0.3)) as fake:
+    with serving(Fake(prefill_s=0.1)) as fake:
         run(BenchOptions(log=str(tmp_path / "a.jsonl"), timing=True, url=fake.url, rounds=1))
     assert contents(fake) == ["early", "late"]
     assert fake.most_in_flight == 1
