@@ -107,7 +107,7 @@ def store(stored: dict[str, Any], name: str, found: dict[str, Any], path: Path) 
         others = [row for row in stored["rows"] if row["name"] != name]
         if name == "http_512" and (engine := next((r for r in others if r["name"] == "on_512"), None)):
             found["against_on_512"] = round(found["requests_per_s"] / engine["requests_per_s"], 4)
-        stored["rows"] = [*others, {"name": name} | found]
+        stored["rows"] = [*others, {"name": name, "commit": stored["commit"]} | found]
     path.parent.mkdir(parents=True, exist_ok=True)
     fresh = path.with_suffix(".tmp")
     fresh.write_text(json.dumps(stored, indent=1) + "\n")

@@ -1,8 +1,8 @@
 """Steps as CUDA graphs: one launch in place of hundreds.
 
 A graph is of a padded number of rows, with or without large tiles, which groups of prefixes and chunks of prompts
-need; nothing else is fixed. Its inputs lie in one buffer, the logits of all its rows in another. Padding rows write to
-the null block and nobody reads them.
+need; nothing else is fixed. Its inputs lie in one buffer, the logits of the rows that sample in another. Padding rows
+write to the null block and nobody reads them.
 """
 
 from __future__ import annotations
@@ -19,19 +19,20 @@ from anaphora.model.inputs import StepInputs
 if TYPE_CHECKING:
     from anaphora.attention.triton import TritonAttention
 
-SIZES = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 160, 192, 224, 256, 320, 384, 448, 512, 640, 768, 896, 1024)
+SIZES = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 160, 192, 224, *range(256, 1024, 64), *range(1024, 1537, 128))
 """Rows of a graph, beside the most that can run. A step takes the next larger one."""
 
-MOST_WITH_CHUNKS = 256
+MOST_WITH_CHUNKS = 1536
 """Rows of a step with chunks. The GPU needs longer for a larger one than the host does to send it."""
 
-Forward = Callable[[Tensor, Tensor], Tensor]
+Forward = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 class StepGraphs:
     """Captured for steps of up to ``most_seqs`` decode rows, or ``most_tokens`` of any.
 
-    ``forward`` takes token ids and positions ``[1, T]`` and returns logits ``[T, V]`` in the model's dtype.
+    ``forward`` takes token ids and positions ``[1, T]`` and the rows that sample ``[R]``, and returns logits ``[R, V]``
+    in the model's dtype.
     """
 
     def __init__(self, forward: Forward, backend: TritonAttention, most_seqs: int, most_tokens: int) -> None:
@@ -39,9 +40,10 @@ class StepGraphs:
         self._backend = backend
         self._decode_sizes = [*(size for size in SIZES if size < most_seqs), most_seqs]
         self._chunk_sizes = [size for size in SIZES if size <= min(MOST_WITH_CHUNKS, most_tokens)]
-        most = most_rows(most_seqs)
+        most = max(self._decode_sizes[-1], *self._chunk_sizes)
         device = torch.device("cuda", torch.cuda.current_device())
         self._inputs = torch.zeros(3 * most, dtype=torch.int64, device=device)
+        self._samples = torch.zeros(most_seqs, dtype=torch.int64, device=device)
         self._logits = torch.empty(0)
         self._graphs: dict[tuple[int, bool], torch.cuda.CUDAGraph] = {}
         self._backend.reserve(most)
@@ -52,7 +54,7 @@ class StepGraphs:
         return next((size for size in (self._chunk_sizes if chunks else self._decode_sizes) if size >= count), None)
 
     def run(self, inputs: StepInputs) -> Tensor | None:
-        """Logits ``[rows, V]``, valid until the next run; None if the step fits no graph.
+        """Logits ``[R, V]`` of the rows that sample, valid until the next run; None if the step fits no graph.
 
         ``inputs`` are padded to the rows of a graph.
         """
@@ -61,9 +63,11 @@ class StepGraphs:
         tiles = self._backend.plan_fixed(layout, rows)
         if tiles is None:
             return None
+        count = len(inputs.sample_slots)
         self._inputs[: 3 * rows].copy_(inputs.rows)
+        self._samples[:count].copy_(inputs.sample_rows)
         self._graphs[rows, tiles].replay()
-        return self._logits[:rows]
+        return self._logits[:count]
 
     def _part(self, rows: int, place: int) -> Tensor:
         return self._inputs[place * rows : (place + 1) * rows]
@@ -75,6 +79,7 @@ class StepGraphs:
         wanted |= {(rows, True) for rows in self._chunk_sizes}
         for rows, tiles in sorted(wanted, reverse=True):
             self._inputs.zero_()
+            self._samples.zero_()
             queries = tuple(QueryRange(slot, slot, 1, 0, (0,)) for slot in range(rows))
             layout = StepLayout(self._part(rows, 2), queries)
             self._backend.plan_fixed(layout, rows, tiles)
@@ -87,17 +92,13 @@ class StepGraphs:
             self._graphs[rows, tiles] = graph
 
     def _compute(self, rows: int) -> None:
-        logits = self._forward(self._part(rows, 0)[None], self._part(rows, 1)[None])
+        samples = self._samples[:rows].clamp(max=rows - 1)  # behind those of the step lie older ones
+        logits = self._forward(self._part(rows, 0)[None], self._part(rows, 1)[None], samples)
         if not len(self._logits):
-            self._logits = logits.new_empty(len(self._inputs) // 3, logits.shape[1])
-        self._logits[:rows].copy_(logits)
-
-
-def most_rows(most_seqs: int) -> int:
-    """Of any graph."""
-    return max(most_seqs, MOST_WITH_CHUNKS)
+            self._logits = logits.new_empty(len(self._samples), logits.shape[1])
+        self._logits[: len(samples)].copy_(logits)
 
 
 def bytes_needed(most_seqs: int, vocab_size: int, dtype: torch.dtype) -> int:
     """What the graphs take beside the weights and the pool, roughly: logits twice, and what a layer makes."""
-    return 2 * most_rows(most_seqs) * vocab_size * dtype.itemsize + 2**29
+    return 2 * most_seqs * vocab_size * dtype.itemsize + 2**29

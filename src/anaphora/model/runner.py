@@ -152,7 +152,7 @@ class ModelRunner:
         try:
             with torch.inference_mode():
                 self._graphs = StepGraphs(
-                    self._all_logits, self._backend, limits.max_num_seqs, limits.max_num_batched_tokens
+                    self._sampled_logits, self._backend, limits.max_num_seqs, limits.max_num_batched_tokens
                 )
         except Exception as error:  # whatever the model's code does that a graph cannot hold
             torch.cuda.synchronize()
@@ -223,10 +223,7 @@ class ModelRunner:
         logits = self._graphs.run(inputs)
         if logits is None:
             return None
-        count = len(inputs.sample_slots)
-        if count == total:
-            return self._submitted(batch, inputs, logits[:total], {})
-        return self._submitted(batch, inputs, logits.index_select(0, inputs.sample_rows) if count else None, {})
+        return self._submitted(batch, inputs, logits if inputs.sample_slots else None, {})
 
     def _wants_prompt_logprobs(self, chunk: Chunk) -> bool:
         return chunk.token_ids is not None and self._joins[chunk.slot].sampling.prompt_logprobs is not None
@@ -237,11 +234,12 @@ class ModelRunner:
         with route(self._layers):
             return self._base(torch.where(token_ids < 0, last, token_ids), position_ids=positions, **self._arguments)
 
-    def _all_logits(self, token_ids: Tensor, positions: Tensor) -> Tensor:
-        """Logits of every row, for the graphs."""
+    def _sampled_logits(self, token_ids: Tensor, positions: Tensor, rows: Tensor) -> Tensor:
+        """Logits of some rows, for the graphs."""
         outputs = self._forward(token_ids, positions)
+        hidden = outputs.last_hidden_state
         with self._given(outputs):
-            return self._logits(outputs, outputs.last_hidden_state)
+            return self._logits(outputs, hidden.index_select(1, rows))
 
     def _join(self, join: Join) -> None:
         self._joins[join.slot] = join
