@@ -132,10 +132,11 @@ class ModelRunner:
                 token_bytes = bytes_per_block // self._block_size
                 check_length(config.model.max_model_len, (pool.blocks - 1) * self._block_size, token_bytes)
             self._warm_up(min(seqs, budget), min(budget, loaded.window))
-            graph_bytes = free_bytes(self._device)
             if not config.model.enforce_eager:
+                torch.cuda.empty_cache()  # as capturing does: what warming up left is not to be set off against graphs
+                graph_bytes = free_bytes(self._device)
                 self._capture(config.scheduler, loaded)
-            graph_bytes -= free_bytes(self._device)
+                graph_bytes -= free_bytes(self._device)
         info = _describe(config, loaded, (kv_dtype, pool.blocks, bytes_per_block), self._device)
         self.info = replace(info, activation_bytes=pool.activation_bytes, graph_bytes=max(graph_bytes, 0))
 
