@@ -35,7 +35,7 @@ def parse_gib(text: str) -> float:
 
 def parse_count(text: str) -> int:
     """A number of tokens as vLLM reads it: ``32768``, ``32k`` (powers of 1000) or ``32K`` (powers of 1024)."""
-    match = re.fullmatch(r"\s*(\d+|\d+\.\d+(?=[kmg]))([kKmMgG]?)\s*", text)
+    match = re.fullmatch(r"\s*(\d{1,15}|\d{1,15}\.\d+(?=[kmg]))([kKmMgG]?)\s*", text)
     if not match:
         raise ConfigError(f"{text!r} is no number of tokens: write a whole number, 32k (32,000) or 32K (32,768)")
     return round(float(match[1]) * _UNITS[match[2]])

@@ -105,6 +105,10 @@ def test_what_was_measured_stands_for_what_is_computed() -> None:
     found = command.figures(published(off=11.0, on=99.0), PlanOptions(own=121))
     assert found["on"]["basis"]["requests_per_s"] == "computed"
     assert found["on"]["price_a_day"] is None
+    assert found["on"]["basis"]["the rest"] == "computed"
+    found = command.figures(published(off=11.0, on=99.0), PlanOptions(shared=9000))
+    basis = {"hit_rate": "computed", "requests_per_s": "extrapolated", "the rest": "extrapolated"}
+    assert found["off"]["basis"] == found["on"]["basis"] == basis
     found = command.figures(published(off=11.0, on=99.0), PlanOptions(card="24g"))
     assert found["on"]["basis"]["requests_per_s"] == "computed"
 
@@ -130,17 +134,44 @@ def test_the_command_prints_both_sides(
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        (["--own", "0"], "--own must be at least 1, got 0"),
-        (["--per-day", "0"], "--per-day must be at least 1"),
-        (["--peak-factor", "0.5"], "--peak-factor must be at least 1, got 0.5"),
-        (["--peak-factor", "nan"], "--peak-factor must be at least 1, got nan"),
-        (["--gpu-hour-price", "-1"], "--gpu-hour-price must be a number of at least 0, got -1"),
-        (["--card", "a100"], "--card"),
+        (["--own", "0"], "--own must be from 1 to 1,000,000,000, got 0"),
+        (["--shared", "-5"], "--shared: '-5' is no number of tokens"),
+        (["--shared", "9" * 400], "is no number of tokens"),
+        (["--shared", "40000"], "prompt and answer have 40320 tokens together"),
+        (["--per-day", "0"], "--per-day must be from 1 to"),
+        (["--per-day", "9" * 15], "--per-day must be from 1 to 1,000,000,000,000, got 999999999999999"),
+        (["--peak-factor", "0.5"], "--peak-factor must be from 1 to 86,400, got 0.5"),
+        (["--peak-factor", "nan"], "--peak-factor must be from 1 to 86,400, got nan"),
+        (["--peak-factor", "1e308"], "--peak-factor must be from 1 to 86,400, got 1e+308"),
+        (["--gpu-hour-price", "-1"], "--gpu-hour-price must be from 0 to 1,000,000, got -1.0"),
+        (["--gpu-hour-price", "nan"], "--gpu-hour-price must be from 0 to 1,000,000, got nan"),
+        (["--gpu-hour-price", "inf"], "--gpu-hour-price must be from 0 to 1,000,000, got inf"),
+        (["--card", "a100"], "--card: invalid choice: 'a100'"),
+        (["--json", ""], "cannot write --json"),
     ],
 )
 def test_bad_settings_are_refused_by_flag(flags: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["plan", *flags]) == 2
     assert words in capsys.readouterr().err
+
+
+def test_small_amounts_keep_two_digits(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["plan", "--per-day", "100", "--gpu-hour-price", "-0"]) == 0
+    text = capsys.readouterr().out
+    hours, price = (next(line.split() for line in text.splitlines() if name in line) for name in ("hours", "price a d"))
+    assert 0 < float(hours[-2]) < float(hours[-3]) < 0.01
+    assert price[-3:-1] == ["0.00", "0.00"]
+
+
+def test_the_page_shows_what_the_command_prints(
+    repository: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    page = (repository / "docs" / "plan.md").read_text("utf-8")
+    line = next(line for line in page.splitlines() if line.startswith("    anaphora plan "))
+    assert cli.main(line.split()[1:]) == 0
+    printed = [line.rstrip() for line in capsys.readouterr().out.splitlines()]
+    assert page.split("```\n")[1].splitlines() == printed
 
 
 def test_without_a_calibration_it_says_so(tmp_path: Path) -> None:

@@ -60,6 +60,11 @@ class Calibration:
         """Sizes of a batch that were measured."""
         return sorted({batch for batch, _, _ in self.decode})
 
+    def reaches(self, length: int, cached: int, own: int) -> bool:
+        """Whether prompts of ``length`` behind ``cached`` tokens, and steps with ``own`` tokens, lie between points."""
+        lengths, starts = (max(values) for values in zip(*self.prefill, strict=True))
+        return length <= lengths and cached <= starts and own <= max(own for _, _, own in self.decode)
+
     def prefill_s(self, length: int, cached: int) -> float:
         """Seconds that computing ``length`` tokens behind ``cached`` takes of a busy GPU."""
         points = []

@@ -23,12 +23,16 @@ class Workload:
 
 @dataclass(frozen=True)
 class Estimate:
-    """Of one busy GPU. ``sequences`` run at once; ``prefill_s`` and ``decode_s`` are its time a request."""
+    """Of one busy GPU. ``sequences`` run at once; ``prefill_s`` and ``decode_s`` are its time a request.
+
+    ``within``: all lengths lie within those that were measured.
+    """
 
     hit_rate: float
     sequences: int
     prefill_s: float
     decode_s: float
+    within: bool
 
     @property
     def requests_per_s(self) -> float:
@@ -62,10 +66,11 @@ def estimate(calibration: Calibration, workload: Workload, *, caching: bool, seq
     shared = cached if caching else 0
     prefill = calibration.prefill_s(prompt - cached, cached)
     mean = prompt - shared + workload.out // 2
+    within = calibration.reaches(prompt - cached, cached, mean)
 
     def at(count: int) -> Estimate:
         step = calibration.step_s(count, shared, mean)
-        return Estimate(cached / prompt, count, prefill, workload.out * step / count)
+        return Estimate(cached / prompt, count, prefill, workload.out * step / count, within)
 
     if sequences is not None:
         return at(min(sequences, limit))

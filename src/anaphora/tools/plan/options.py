@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 from anaphora.config import option, parse_count
 from anaphora.errors import ConfigError
+from anaphora.tools.plan.estimate import SECONDS_A_DAY
+
+_RANGES = (
+    ("shared", 0, 10**9),
+    ("own", 1, 10**9),
+    ("out", 1, 10**9),
+    ("per_day", 1, 10**12),
+    ("gpu_hour_price", 0, 10**6),
+    ("peak_factor", 1, SECONDS_A_DAY),
+)
 
 
 @dataclass(frozen=True)
@@ -21,13 +30,8 @@ class PlanOptions:
     json: str | None = option(None, "write the figures to this file", metavar="FILE")
 
     def __post_init__(self) -> None:
-        for name, least in (("shared", 0), ("own", 1), ("out", 1), ("per_day", 1)):
-            if getattr(self, name) < least:
+        for name, least, most in _RANGES:
+            value = getattr(self, name)
+            if value is not None and not least <= value <= most:  # not-a-number is never between
                 flag = "--" + name.replace("_", "-")
-                raise ConfigError(f"{flag} must be at least {least}, got {getattr(self, name)}", param=name)
-        if not (math.isfinite(self.peak_factor) and self.peak_factor >= 1):
-            raise ConfigError(f"--peak-factor must be at least 1, got {self.peak_factor:g}", param="peak_factor")
-        if self.gpu_hour_price is not None and not (math.isfinite(self.gpu_hour_price) and self.gpu_hour_price >= 0):
-            raise ConfigError(
-                f"--gpu-hour-price must be a number of at least 0, got {self.gpu_hour_price:g}", param="gpu_hour_price"
-            )
+                raise ConfigError(f"{flag} must be from {least:,} to {most:,}, got {value}", param=name)
