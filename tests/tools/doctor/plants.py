@@ -130,6 +130,8 @@ EACH_REQUEST = [
         ordinal=("This is your {} call.", lambda n: f"{n + 1}{'st' if n == 0 else 'nd' if n == 1 else 'th'}"),
         downwards=("Tokens left: {}", lambda n: str(100000 - n * 713)),
         roman=("Round {}", lambda n: _roman(n + 1)),
+        thousands=("Dies ist die {}. Anfrage.", lambda n: f"{994 + 3 * n:,}".replace(",", ".")),
+        lakhs=("अनुरोध {}", lambda n: f"12,34,{560 + n}"),
     ),
     *_plants(
         "hash",
@@ -147,6 +149,7 @@ EACH_REQUEST = [
         measure=("load {}", lambda n: f"{random.Random(n).random():.3f}"),
         rate=("EUR/USD {}", lambda n: f"1.{random.Random(n).randint(1000, 1999)}"),
     ),
+    *_plants("other", state=("Outside: {}", lambda n: ("light rain", "fog", "snow", "dry and cold", "hail")[n % 5])),
     *_plants("retrieved_text", documents=("<context>\n{}\n</context>", _documents)),
 ]
 EACH_DAY = _plants(
@@ -175,6 +178,7 @@ EACH_CONVERSATION = [
     *_plants(
         "path",
         home=("Working directory: {}", lambda c: f"/home/{NAMES[c % 8].split()[0].lower()}/projects/shop"),
+        volume=("Files: {}", lambda c: f"/var/lib/pods/{uuid.UUID(int=random.Random(c).getrandbits(128))}/mnt"),
         mac=("cwd={}", lambda c: f"/Users/{NAMES[c % 8].split()[0].lower()}/Library/Mobile Documents/app"),
     ),
 ]

@@ -118,6 +118,23 @@ def schemas_turned() -> list[Body]:
     return tools(turned)
 
 
+def required_shuffled() -> list[Body]:
+    def shuffled(n: int, listed: list[Any]) -> list[Any]:
+        names = random.Random(n).sample(["query", "limit", "page"], 3)
+        return [{**t, "function": {**t["function"], "parameters": {"required": names}}} for t in listed]
+
+    return tools(shuffled)
+
+
+def clock_in_the_first_message() -> list[Body]:
+    made = []
+    for n, body in enumerate(logs.interleaved(chats())):
+        head, first, *rest = body["messages"]
+        stamped = f"Now: 2026-11-29 10:{n % 60:02}:{n * 7 % 60:02}\n{logs.rules(1, 20)}\n{first['content']}"
+        made.append({"messages": [head, logs.user(stamped), *rest]})
+    return made
+
+
 def _shuffled(seed: int, value: Body) -> Body:
     return dict(random.Random(seed).sample(list(value.items()), len(value)))
 
@@ -135,6 +152,8 @@ KINDS: dict[str, tuple[Callable[[], list[Body]], str]] = {
         (arguments_turned, "key_order"),
         (tools_shuffled, "tool_order"),
         (schemas_turned, "key_order"),
+        (required_shuffled, "key_order"),
+        (clock_in_the_first_message, "clock_time"),
     )
 }
 
@@ -168,7 +187,15 @@ def test_the_fixed_log_hits_as_predicted(name: str, folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["clock", "clock_in_parts", "clock_beside_messages", "clock_in_prompts", "clock_in_rounds"]
+    "name",
+    [
+        "clock",
+        "clock_in_parts",
+        "clock_beside_messages",
+        "clock_in_prompts",
+        "clock_in_rounds",
+        "clock_in_the_first_message",
+    ],
 )
 def test_every_word_is_kept(name: str, folder: Path) -> None:
     _, bodies = fixed(name, folder)
@@ -209,3 +236,17 @@ def test_windows_keep_a_tool_result_with_its_call(folder: Path) -> None:
     for line in out.read_text().splitlines():
         first = next(m for m in json.loads(line)["messages"] if m["role"] != "system")
         assert first["role"] != "tool"
+
+
+def test_what_moving_texts_cannot_mend_is_told(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A time in a tool's description: cutting it out would change what the description says."""
+    bodies = tools(lambda n, listed: [logs.tool("look", f"Looks. Built at 2026-11-29 10:15:{n:02}."), *listed])
+    log, out, found = (folder / f"left.{end}" for end in ("jsonl", "fixed", "json"))
+    log.write_text("".join(json.dumps(body) + "\n" for body in bodies))
+    run(DoctorOptions(log=str(log), fix=str(out), json=str(found)))
+    told = json.loads(found.read_text())
+    assert told["best_hit_rate"] > told["hit_rate"] + 0.1
+    assert {left["class"] for left in told["fix"]["left"]} == {"clock_time"}
+    assert {left["place"] for left in told["fix"]["left"]} == {"tools[0]"}
+    assert "clock_time in tools[0] is still there" in " ".join(capsys.readouterr().out.split())
+    assert [json.loads(line) for line in out.read_text().splitlines()] == bodies

@@ -404,3 +404,67 @@ def test_two_applications_in_one_log_have_a_break_each(model: Model) -> None:
     assert {item.finding.kind for item in found} == {"request_id", "clock_time"}
     truth = logs.computed(broken)[1] - logs.computed(bodies)[1]
     assert sum(item.tokens_lost for item in found) == pytest.approx(truth, rel=0.15)
+
+
+def test_a_time_in_the_first_message_of_many_conversations(model: Model) -> None:
+    notes = logs.rules(4, 25).replace("\n", " ")
+    broken, mended = [], []
+    for number, body in enumerate(logs.interleaved(logs.conversations(count=8, turns=3))):
+        head, first, *rest = body["messages"]
+        now = f"local time = {moment(number):%a %d %b, %I:%M:%S %p}"
+        for line, made in ((f"{now}\n", broken), ("", mended)):
+            made.append({"messages": [head, logs.user(f"<env>\n{line}</env>\n{notes}\n{first['content']}"), *rest]})
+        mended[-1] = logs.with_last_user(mended[-1], now)
+    _, found = examined(broken, model)
+    assert [(item.finding.kind, item.finding.message, item.finding.role) for item in found] == [
+        ("clock_time", 1, "user")
+    ]
+    assert found[0].repair is not None
+    assert found[0].repair.place == "end of the last user message"
+    assert close(found[0], broken, mended)
+
+
+def test_blocks_of_one_system_text_that_say_the_same_are_not_compared(model: Model) -> None:
+    lines = logs.rules(5, 24).split("\n")
+    broken, mended = [], []
+    for number, body in enumerate(logs.interleaved(logs.conversations(head="-"))):
+        now = f"It is {moment(number):%H:%M:%S}."
+        for top, made in (([*lines[:4], now, *lines[4:8]], broken), (lines[:8], mended)):
+            parts = [{"type": "text", "text": "\n".join(block)} for block in (top, lines)]
+            made.append({"messages": [{"role": "system", "content": parts}, *body["messages"][1:]]})
+        mended[-1] = logs.with_last_user(mended[-1], now)
+    _, found = examined(broken, model)
+    assert [(item.finding.kind, item.finding.path) for item in found] == [("clock_time", "messages[0].content[0].text")]
+    assert close(found[0], broken, mended)
+
+
+def test_tools_in_another_order_behind_a_system_text_with_a_time(model: Model) -> None:
+    tools = [logs.tool(f"tool_{name}") for name in "abcdef"]
+    rng = random.Random(8)
+    broken, mended = [], []
+    for number, body in enumerate(logs.interleaved(logs.conversations(turns=2))):
+        now = f"It is {moment(number):%H:%M:%S}."
+        stamped = logs.with_system(body, lambda content, now=now: f"{now}\n{content}")
+        broken.append({**stamped, "tools": rng.sample(tools, len(tools))})
+        mended.append({**logs.with_last_user(body, now), "tools": tools})
+    diagnosis, found = examined(broken, model)
+    assert {item.finding.kind for item in found} == {"clock_time", "tool_order"}
+    truth = logs.computed(broken, 1)[1] - logs.computed(mended, 1)[1]
+    assert diagnosis.before.computed - diagnosis.best.computed == pytest.approx(truth, rel=0.1)
+    assert sum(item.tokens_lost for item in found) == diagnosis.before.computed - diagnosis.best.computed
+
+
+def test_the_required_arguments_of_a_tool_written_from_a_set(model: Model) -> None:
+    def tools(required: list[str]) -> list[Body]:
+        made = [logs.tool(f"tool_{name}") for name in "abcdefgh"]
+        made[0]["function"]["parameters"] |= {"required": required}
+        return made
+
+    rng = random.Random(9)
+    names = ["query", "limit", "page", "sort"]
+    bodies = logs.interleaved(logs.conversations(count=8))
+    broken = [{**body, "tools": tools(rng.sample(names, len(names)))} for body in bodies]
+    _, found = examined(broken, model)
+    assert [(item.finding.kind, item.finding.message) for item in found] == [("key_order", -1)]
+    truth = logs.computed(broken, 1)[1] - logs.computed([{**body, "tools": tools(names)} for body in bodies], 1)[1]
+    assert found[0].tokens_lost == pytest.approx(truth, rel=0.15)

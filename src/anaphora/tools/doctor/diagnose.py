@@ -79,6 +79,7 @@ def diagnose(
     found = sorted(in_order, key=lambda finding: (finding.kind != "moved_system", finding.order))
     chosen = _promising(found)
     best, breaks = _price(log, chosen, stages, before, block_size, advance)
+    breaks = [item for item in breaks if not (item.finding in in_history and _seen_twice(item, breaks))]
     breaks += [
         Break(f, None, 0, 0, before.hit_rate, "suspected") for f in found if f not in chosen and f.kind != "user_data"
     ]
@@ -91,6 +92,18 @@ def diagnose(
     diagnosis = Diagnosis(log, before, best, breaks, limited=limited, conversations=len(set(own)), stages=stages)
     diagnosis.limits = _limits(diagnosis, block_size)
     return diagnosis
+
+
+def _seen_twice(item: Break, breaks: Sequence[Break]) -> bool:
+    """Whether a conversation's changed message is nothing but a text whose changing part is mended already."""
+    own = item.finding
+    return item.repair is None and any(
+        other.repair is not None
+        and (own.message, own.role) == (other.finding.message, other.finding.role)
+        and own.start < other.finding.end
+        and other.finding.start < own.end
+        for other in breaks
+    )
 
 
 def _keep_behind(repair: Repair, moves: SlotMoves) -> None:
@@ -118,40 +131,51 @@ def _price(
     block_size: int,
     advance: Callable[[str], None],
 ) -> tuple[Outcome, list[Break]]:
-    """Mend one break after the other, from the beginning of the prompt to its end, and keep what each saves."""
+    """Mend one break after the other, from the beginning of the prompt to its end, and keep what each saves.
+
+    What saves nothing is tried again once a later one is mended: a template may write the tools behind the system text.
+    """
     current = before
     breaks: list[Break] = []
-    for finding in found:
-        advance(f"mending: {finding.kind}")
-        tried: list[tuple[Outcome, Repair]] = []
-        for repair in finding.repairs:
-            repair.switch(True)
-            tried.append((run(log, stages, block_size=block_size), repair))
-            repair.switch(False)
-        after, repair = min(tried, key=lambda entry: entry[0].computed)
-        saved = current.computed - after.computed
-        total = current.total
-        gains = [
-            gain
-            for n, c, m, d in zip(current.tokens, current.cached, after.tokens, after.cached, strict=True)
-            if (gain := (n - c) - (m - d)) >= LEAST_TOKENS
-        ]
-        enough = len(gains) > 1 or len(log.prompts) < FEW_REQUESTS or finding.kind in _COMES_AGAIN
-        worth = bool(gains) and enough and saved >= max(LEAST_SHARE * before.total, LEAST_TOKENS * len(gains))
-        if worth:
-            repair.switch(True)
-            current = after
-        breaks.append(
-            Break(
-                finding,
-                repair if worth else None,
-                saved if worth else 0,
-                len(gains) if worth else 0,
-                _rate(before, saved, after.total - total) if worth else before.hit_rate,
-                finding.status if worth else "suspected",
-            )
-        )
+    waiting = list(found)
+    while waiting:
+        vain: list[Break] = []
+        again = 0
+        for finding in waiting:
+            advance(f"mending: {finding.kind}")
+            item, current = _mend(log, finding, stages, before, current, block_size)
+            if item.repair is None:
+                vain.append(item)
+            else:
+                breaks.append(item)
+                again = len(vain)
+        breaks += vain[again:]
+        waiting = [item.finding for item in vain[:again]]
     return _placed_again(log, stages, before, current, breaks, block_size), breaks
+
+
+def _mend(
+    log: Log, finding: Finding, stages: list[Stage], before: Outcome, current: Outcome, block_size: int
+) -> tuple[Break, Outcome]:
+    """Try a finding's repairs on the log as it is mended so far; the best stays on where it is worth something."""
+    tried: list[tuple[Outcome, Repair]] = []
+    for repair in finding.repairs:
+        repair.switch(True)
+        tried.append((run(log, stages, block_size=block_size), repair))
+        repair.switch(False)
+    after, repair = min(tried, key=lambda entry: entry[0].computed)
+    saved = current.computed - after.computed
+    gains = [
+        gain
+        for n, c, m, d in zip(current.tokens, current.cached, after.tokens, after.cached, strict=True)
+        if (gain := (n - c) - (m - d)) >= LEAST_TOKENS
+    ]
+    enough = len(gains) > 1 or len(log.prompts) < FEW_REQUESTS or finding.kind in _COMES_AGAIN
+    if not (gains and enough and saved >= max(LEAST_SHARE * before.total, LEAST_TOKENS * len(gains))):
+        return Break(finding, None, 0, 0, before.hit_rate, "suspected"), current
+    repair.switch(True)
+    rate = _rate(before, saved, after.total - current.total)
+    return Break(finding, repair, saved, len(gains), rate, finding.status), after
 
 
 def _placed_again(

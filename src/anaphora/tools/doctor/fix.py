@@ -28,13 +28,17 @@ _SYSTEM = ("system", "developer")
 
 @dataclass(slots=True)
 class Fixed:
-    """What was written. ``counts`` has the requests by (class, from where, to where), ``moved`` some of the texts."""
+    """What was written. ``counts`` has the requests by (class, from where, to where), ``moved`` some of the texts.
+
+    ``left`` has what moving texts cannot mend, as (class, place): a tool's description, or tools that are not there.
+    """
 
     written: int = 0
     changed: int = 0
     counts: Counter[tuple[str, str, str]] = field(default_factory=Counter)
     moved: dict[tuple[str, str, str], list[str]] = field(default_factory=dict)
     templates: list[str] = field(default_factory=list)
+    left: list[tuple[str, str]] = field(default_factory=list)
 
     def as_json(self) -> dict[str, Any]:
         names = ("class", "from", "to")
@@ -42,7 +46,9 @@ class Fixed:
             {**dict(zip(names, key, strict=True)), "requests": count, "samples": self.moved[key]}
             for key, count in self.counts.most_common()
         ]
-        return {"requests": self.written, "changed": self.changed, "moved": moves, "templates": self.templates}
+        left = [{"class": kind, "place": place} for kind, place in self.left]
+        written = {"requests": self.written, "changed": self.changed}
+        return {**written, "moved": moves, "left": left, "templates": self.templates}
 
     def tell(self, key: tuple[str, str, str], what: str) -> None:
         self.counts[key] += 1
@@ -88,7 +94,8 @@ class _Writer:
     """Rewrites bodies in log order."""
 
     def __init__(self, diagnosis: Diagnosis) -> None:
-        self.fixed = Fixed()
+        kept = [item for item in diagnosis.breaks if item.repair is not None and not item.repair.rewrites]
+        self.fixed = Fixed(left=[(item.finding.kind, item.finding.path) for item in kept])
         self.moves = next(stage for stage in diagnosis.stages if isinstance(stage, SlotMoves))
         self._tools = next(stage for stage in diagnosis.stages if isinstance(stage, ToolStage))
         self._history = next(stage for stage in diagnosis.stages if isinstance(stage, HistoryStage))

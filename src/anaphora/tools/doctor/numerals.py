@@ -11,6 +11,8 @@ _CHINESE = {digit: value for value, digit in enumerate("〇一二三四五六七
 _CHINESE_NUMBER = re.compile("[〇零一二三四五六七八九十]+")
 _GROUP = re.compile(r"\d+|[〇零一二三四五六七八九十]+")
 _ORDINAL = re.compile(r"\d+(?:st|nd|rd|th|er|e|ème|\.|º|ª|ste|de)?", re.IGNORECASE)
+_GROUPED = re.compile(r"\d{1,3}(?P<mark>[.,'’\s])(?:\d{2,3}(?P=mark))*\d{3}")
+"""Thousands set apart, in India hundreds above them: ``1.234``, ``1 234 567``, ``12,34,567``."""
 _JOINED = re.compile(r"[\s-]+(?:and|und|et|y)[\s-]+|[\s-]+|und", re.IGNORECASE)
 LONGEST = 17
 """Digits of a number that is more than a name."""
@@ -40,6 +42,8 @@ def number(text: str) -> int | None:
     if _ORDINAL.fullmatch(text):
         digits = re.match(r"\d+", text)
         return int(digits[0]) if digits and len(digits[0]) <= LONGEST else None
+    if _GROUPED.fullmatch(text) and len(text) <= LONGEST:
+        return int("".join(re.findall(r"\d+", text)))
     if _CHINESE_NUMBER.fullmatch(text):
         return _value(text)
     if _ROMAN_NUMBER.fullmatch(text):

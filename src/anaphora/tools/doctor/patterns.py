@@ -11,6 +11,7 @@ from __future__ import annotations
 import difflib
 import re
 from collections import Counter, defaultdict
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from zlib import crc32
 
@@ -175,8 +176,9 @@ class Patterns:
     def knows(self, number: int) -> bool:
         return number in self._of
 
-    def add(self, number: int, text: str) -> None:
-        best = self._find(text)
+    def add(self, number: int, text: str, apart: Collection[int] = ()) -> None:
+        """``apart`` has texts that are no relatives, such as other parts of the same message."""
+        best = self._find(text, {self._of[other] for other in apart if other in self._of})
         if best is None:
             best = len(self.patterns)
             self.patterns.append(Pattern(text, [(0, len(text))]))
@@ -188,10 +190,10 @@ class Patterns:
                 if best not in (known := self._anchors[anchor]):
                     known.append(best)
 
-    def _find(self, text: str) -> int | None:
+    def _find(self, text: str, apart: set[int]) -> int | None:
         votes: Counter[int] = Counter()
         for anchor in _anchors(text):
-            votes.update(self._anchors.get(anchor, ())[-_TRIED:])
+            votes.update(index for index in self._anchors.get(anchor, ())[-_TRIED:] if index not in apart)
         tried = [index for index, _ in votes.most_common(_TRIED)]
         for index in tried:
             if self.patterns[index].fit(text) is not None:
@@ -200,7 +202,7 @@ class Patterns:
             # What users write is mostly unrelated, and comparing it is the dearest part.
             tried = [index for index in tried if self._alike(index, text)]
         else:
-            tried += [i for i in range(max(0, len(self.patterns) - 2), len(self.patterns)) if i not in tried]
+            tried += [i for i in range(max(0, len(self.patterns) - 2), len(self.patterns)) if i not in (*tried, *apart)]
         best, best_shared = None, 0
         for index in tried:
             kept = self.patterns[index].narrowed(text)
@@ -214,7 +216,11 @@ class Patterns:
     def _alike(self, index: int, text: str) -> bool:
         model = self.patterns[index].model
         start = common_prefix(model, text)
-        return start + common_suffix(model, text, min(len(model), len(text)) - start) >= STRICT_SHARED // 2
+        shared = start + common_suffix(model, text, min(len(model), len(text)) - start)
+        if shared < STRICT_SHARED // 2:
+            # A clock near the beginning and a question at the end leave whole lines between them the same.
+            shared = sum(map(len, set(model.split("\n")) & set(text.split("\n"))))
+        return shared >= STRICT_SHARED // 2
 
     def _enough(self, shared: int, text: str) -> bool:
         return not self._strict or shared >= max(STRICT_SHARED, len(text) // 2)

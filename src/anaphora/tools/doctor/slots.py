@@ -14,6 +14,7 @@ from anaphora.tools.doctor.moves import Region, SlotMoves
 from anaphora.tools.doctor.patterns import Pattern, Patterns, Span, common_prefix, common_suffix, squeezed
 from anaphora.tools.doctor.prompts import Prompt, Segment
 from anaphora.tools.doctor.store import Store
+from anaphora.tools.doctor.toolset import SETS
 from anaphora.tools.doctor.values import LONG_TEXT, canonical, classify, spelt_alike, widen
 from anaphora.tools.doctor.variation import Occurrence
 
@@ -82,7 +83,12 @@ def find(log: Log, conversations: Sequence[int]) -> tuple[list[Finding], SlotMov
                 if not patterns.knows(segment.text) and not (
                     segment.kind == "tool" and _known(schemas, name, segment, log)
                 ):
-                    patterns.add(segment.text, log.store.text(segment.text))
+                    beside = {
+                        other.text
+                        for other in prompt.segments
+                        if segment.message == other.message and other is not segment
+                    }
+                    patterns.add(segment.text, log.store.text(segment.text), beside if segment.message >= 0 else ())
     regions = [
         region
         for name, patterns in groups.items()
@@ -107,7 +113,7 @@ def find(log: Log, conversations: Sequence[int]) -> tuple[list[Finding], SlotMov
 
 def _known(schemas: set[tuple[str, str | None]], name: str, segment: Segment, log: Log) -> bool:
     """Whether the tool's JSON has come before, be it with its keys in another order; notes it."""
-    key = name, canonical(log.store.text(segment.text))
+    key = name, canonical(log.store.text(segment.text), SETS)
     known = key in schemas
     schemas.add(key)
     return known
@@ -276,7 +282,6 @@ def _finding(
     verdict = classify(occurrences, text[max(0, text.rfind("\n", 0, start), start - 40) : start])
     region.kind = verdict.kind
     values = list(dict.fromkeys(occurrence.value for occurrence in occurrences))
-    rounds = any(other.roles and other.roles[-1] not in ("user", *SYSTEM) for other, _ in places[index])
     return Finding(
         kind=verdict.kind,
         status="confirmed",
@@ -286,7 +291,7 @@ def _finding(
         start=segment.offset + start,
         end=segment.offset + end,
         samples=shown(values),
-        repairs=_repairs(index, region, moves, verdict.kind, segment, rounds=rounds),
+        repairs=_repairs(index, region, moves, segment, [prompt for prompt, _ in places[index]]),
         seen=len(changed),
         line=prompt.line,
         varies=verdict.varies,
@@ -295,10 +300,9 @@ def _finding(
     )
 
 
-def _repairs(
-    index: int, region: Region, moves: SlotMoves, kind: str, segment: Segment, *, rounds: bool
-) -> list[Repair]:
-    """``rounds``: there are requests whose last message is no user's, such as those with a tool's result."""
+def _repairs(index: int, region: Region, moves: SlotMoves, segment: Segment, prompts: Sequence[Prompt]) -> list[Repair]:
+    """Where the region could go, of which the best is found by re-running; ``prompts`` are those that have it."""
+    kind = region.kind
     if kind in _IN_PLACE:
         return [Repair("same place", _IN_PLACE[kind], partial(moves.switch, index, "first"))]
     what = "take it out of the prompt; if the model needs it, " if kind in _NOT_IN_PROMPT else ""
@@ -307,27 +311,29 @@ def _repairs(
         source = "tool's description" if segment.message == TOOLS else "template"
         end = f"{what}keep it out of the {source} and write it at the end of the last user message"
         return [Repair("end of the last user message", end, partial(moves.switch, index, "user"), rewrites=False)]
+    last_user = Repair(
+        "end of the last user message",
+        f"{what}move its line to the end of the last user message",
+        partial(moves.switch, index, "user"),
+    )
     if region.group in ("user", "prompt"):
+        same_text = f"{what}put it behind the constant text"
+        # Where each of a user's messages has its own such value, all but the last one's belong where they are.
+        once = all(sum(part.text in region.units for part in prompt.segments) == 1 for prompt in prompts)
         return [
-            Repair(
-                "end of the same text", f"{what}put it behind the constant text", partial(moves.switch, index, "tail")
-            )
+            Repair("end of the same text", same_text, partial(moves.switch, index, "tail")),
+            *([last_user] if once and region.group == "user" else []),
         ]
     very_end = Repair(
         "very end of the prompt",
         f"{what}move its line to a message of its own at the very end, behind tool results too",
         partial(moves.switch, index, "end"),
     )
-    return [
-        *([very_end] if rounds else []),
-        Repair(
-            "end of the last user message",
-            f"{what}move its line to the end of the last user message",
-            partial(moves.switch, index, "user"),
-        ),
-        Repair(
-            "tail of the system text",
-            f"{what}move its line to the end of the system text",
-            partial(moves.switch, index, "tail"),
-        ),
-    ]
+    tail = Repair(
+        "tail of the system text",
+        f"{what}move its line to the end of the system text",
+        partial(moves.switch, index, "tail"),
+    )
+    # A last message that is no user's is one with a tool's result, say.
+    rounds = any(prompt.roles and prompt.roles[-1] not in ("user", *SYSTEM) for prompt in prompts)
+    return [*([very_end] if rounds else []), last_user, tail]

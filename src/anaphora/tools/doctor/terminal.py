@@ -126,5 +126,8 @@ def show_fix(name: str, fixed: dict[str, Any], console: Console) -> None:
             highlight=False,
             markup=False,
         )
+    for left in fixed["left"]:
+        told = f"  {left['class']} in {left['place']} is still there: mend it where the request is made"
+        console.print(told, highlight=False, markup=False)
     for template in fixed["templates"]:
         console.print(f"  {template}: the prompt with placeholders", highlight=False)

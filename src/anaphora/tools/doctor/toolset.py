@@ -16,6 +16,8 @@ from anaphora.tools.doctor.values import canonical, describe
 from anaphora.tools.doctor.variation import Occurrence
 
 MOST_UNITED = 3
+SETS = ("required", "enum", "type")
+"""Lists of JSON Schema whose order means nothing; programs that keep them as sets write them in any."""
 _ADVICE = {
     "same_set": "send the same tools in every request, also those that it does not need",
     "tool_order": "sort the tools (by name, say) before they are sent",
@@ -36,7 +38,7 @@ class ToolStage:
         for prompt in prompts:
             for text in prompt.tool_texts:
                 if text not in self.keys:
-                    self.keys[text] = canonical(store.text(text)) or store.text(text)
+                    self.keys[text] = canonical(store.text(text), SETS) or store.text(text)
                     self._first.setdefault(self.keys[text], text)
             counts.update({self.keys[text] for text in prompt.tool_texts})
         by_use = sorted(self._first, key=lambda key: -counts[key])

@@ -5,8 +5,9 @@ from __future__ import annotations
 import itertools
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from anaphora.tools.doctor import clocks, numerals
@@ -16,6 +17,8 @@ from anaphora.tools.doctor.variation import LONGEST_CLOCK, Occurrence, Variation
 _UUID = re.compile(r"\b[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}\b", re.IGNORECASE)
 _HEX = re.compile(r"[0-9a-f]{5,}", re.IGNORECASE)
 _PATH = re.compile(r"(?:[A-Za-z]:\\|\\\\|~?/|\.{1,2}/)?[\w.@ -]*(?:[/\\][\w.@+ -]+)+[/\\]?|[A-Za-z]:\\[\w.\\ -]*")
+_ROOTED = re.compile(r"(?:[A-Za-z]:\\|\\\\|~?/|\.{1,2}/)\S*[/\\]")
+"""The beginning of a path from a root, a home or the working folder."""
 _VERSION = re.compile(r"v?\d+\.\d+(?:\.\d+)*(?:[-+.][\w.]+)?", re.IGNORECASE)
 _BOS = re.compile(r"(<s>|<\|begin_of_text\|>|<bos>|<\|startoftext\|>)*")
 _MEASURE = re.compile(r"[+-]?\d+[.,]\d+\s?[%\w°€$]{0,3}")
@@ -37,6 +40,8 @@ _LABELS = (
     ("counter", r"count|counter|turn|step|sequence|\bseq\b|attempt|iteration|number|\bno\b|#"),
 )
 LONG_TEXT = 160
+SHORTEST_PASSAGE = 40
+"""Characters of a text that is no name nor a state, where it is another one in each request of a conversation."""
 JUDGED_VALUES = 1000
 
 
@@ -51,13 +56,21 @@ class Verdict:
 def widen(text: str, start: int, end: int) -> tuple[int, int]:
     """The whole value of which ``text[start:end]`` changes: a date, an id, a path, a word."""
     covering: list[tuple[int, int]] = []
+    token = _token(text, start, end)
     if end - start <= LONGEST_CLOCK:
         low, high = max(0, start - 90), min(len(text), end + 90)
         window = text[low:high]
-        spans = [(s, e) for s, e, _ in clocks.matches(window)] + [m.span() for m in _UUID.finditer(window)]
+        spans = [(s, e) for s, e, _ in clocks.matches(window)]
+        if _ROOTED.match(text, *token) is None:  # what changes in a path is part of the path
+            spans += [m.span() for m in _UUID.finditer(window)]
         covering = [(s + low, e + low) for s, e in spans if s + low <= start and e + low >= end]
     if covering:
         return min(covering, key=lambda span: span[1] - span[0])
+    return token
+
+
+def _token(text: str, start: int, end: int) -> tuple[int, int]:
+    """The word, number, id or path around ``text[start:end]``."""
     while start > 0 and _belongs(text[start - 1]):
         start -= 1
     while end < len(text) and _belongs(text[end]):
@@ -105,10 +118,13 @@ def _named(occurrences: Sequence[Occurrence], values: Sequence[str], varies: Var
         return "other"
     if _coded(values) or _numbers(values) or _hex(values):
         return _identifier(values, varies, hint)
-    if _mostly(values, lambda value: len(value) >= LONG_TEXT) and not varies.each_session:
+    long = SHORTEST_PASSAGE if varies.within and hint != "user_data" else LONG_TEXT
+    if _mostly(values, lambda value: len(value) >= long) and not varies.each_session:
         return "user_data" if grows(occurrences) else "retrieved_text"
     if hint in ("session_id", "request_id") and _mostly(values, lambda value: bool(re.search(r"\d", value))):
         return hint
+    if varies.within and not varies.stretches and hint != "user_data" and not grows(occurrences):
+        return "other"  # a conversation has one user
     return "user_data" if _mostly(values, lambda v: bool(re.search(r"[^\W\d]", v))) else "other"
 
 
@@ -177,14 +193,22 @@ def _same_but_for(key: Callable[[str], Any]) -> Callable[[Sequence[str]], bool]:
     return test
 
 
-def canonical(text: str) -> str | None:
-    """A JSON object or array with its keys sorted, None for other text."""
+def canonical(text: str, sets: Collection[str] = ()) -> str | None:
+    """A JSON object or array with its keys sorted, and the lists under the keys ``sets``; None for other text."""
     if text.strip()[:1] not in ("{", "["):
         return None
     try:
-        return json.dumps(json.loads(text), sort_keys=True)
+        found = json.loads(text, object_hook=partial(_unordered, sets=sets) if sets else None)
+        return json.dumps(found, sort_keys=True)
     except (ValueError, RecursionError):
         return None
+
+
+def _unordered(found: dict[str, Any], sets: Collection[str]) -> dict[str, Any]:
+    for key in sets:
+        if isinstance(value := found.get(key), list):
+            found[key] = sorted(value, key=json.dumps)
+    return found
 
 
 def items(text: str) -> str | None:

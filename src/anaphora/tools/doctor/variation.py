@@ -27,12 +27,16 @@ class Occurrence:
 
 @dataclass(frozen=True, slots=True)
 class Variation:
-    """``stretches``: each value serves all for a while, and never again. ``of_few``: values come again elsewhere."""
+    """``stretches``: each value serves all for a while, and never again. ``of_few``: values come again elsewhere.
+
+    ``within``: most conversations of several requests have several values.
+    """
 
     each_request: bool
     each_session: bool
     stretches: bool
     of_few: bool
+    within: bool
     text: str
 
 
@@ -57,7 +61,8 @@ def how(occurrences: Sequence[Occurrence]) -> Variation:
         text = f"changes {changes} time{'s' * (changes != 1)} in {len(occurrences)} requests" + _period(occurrences)
     else:
         text = f"{distinct} values in {len(occurrences)} requests, {changes} changes" + _period(occurrences)
-    return Variation(each_request, each_session, stretches, distinct <= 0.7 * len(sessions), text)
+    within = bool(several) and steady < 0.5 * len(several)
+    return Variation(each_request, each_session, stretches, distinct <= 0.7 * len(sessions), within, text)
 
 
 def _period(occurrences: Sequence[Occurrence]) -> str:
