@@ -468,3 +468,19 @@ def test_the_required_arguments_of_a_tool_written_from_a_set(model: Model) -> No
     assert [(item.finding.kind, item.finding.message) for item in found] == [("key_order", -1)]
     truth = logs.computed(broken, 1)[1] - logs.computed([{**body, "tools": tools(names)} for body in bodies], 1)[1]
     assert found[0].tokens_lost == pytest.approx(truth, rel=0.15)
+
+
+def test_two_breaks_close_together_leave_the_system_text_together(model: Model) -> None:
+    """The tail of the system text is as good as any place for one of them while the other stands there."""
+    broken, mended = [], []
+    for number, body in enumerate(logs.interleaved(logs.conversations(count=10, turns=4, head=logs.rules(lines=20)))):
+        now, name = f"Time: {moment(number):%H:%M:%S}", f"ref {hex_id(24)(number)}"
+        broken.append(logs.with_system(body, lambda text, a=now, b=name: "\n".join([a, text.split("\n")[0], b, text])))
+        first = body["messages"][0]["content"].split("\n")[0]
+        clean = logs.with_system(body, lambda text, first=first: f"{first}\n{text}")
+        mended.append(logs.with_last_user(clean, f"{now}\n{name}"))
+    diagnosis, found = examined(broken, model)
+    assert {item.finding.kind for item in found} == {"clock_time", "request_id"}
+    truth = logs.computed(broken, 1)[1] - logs.computed(mended, 1)[1]
+    assert diagnosis.before.computed - diagnosis.best.computed == pytest.approx(truth, rel=0.02)
+    assert sum(item.tokens_lost for item in found) == diagnosis.before.computed - diagnosis.best.computed

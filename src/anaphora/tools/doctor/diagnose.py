@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -181,22 +182,38 @@ def _mend(
 def _placed_again(
     log: Log, stages: list[Stage], before: Outcome, current: Outcome, breaks: list[Break], block_size: int
 ) -> Outcome:
-    """Try each repair's other places once more now that all breaks are mended; what that saves belongs to its break."""
-    mended = [item for item in breaks if item.repair is not None]
-    for item in mended if len(mended) > 1 else ():
-        for other in item.finding.repairs:
-            if other is item.repair or item.repair is None:
-                continue
-            item.repair.switch(False)
-            other.switch(True)
-            after = run(log, stages, block_size=block_size)
-            if after.computed < current.computed:
-                item.tokens_lost += current.computed - after.computed
-                item.predicted_hit_rate = _rate(before, item.tokens_lost, after.total - before.total)
-                item.repair, current = other, after
-            else:
-                other.switch(False)
-                item.repair.switch(True)
+    """Try the repairs' other places once more now that all breaks are mended, for all at once and for each.
+
+    What that saves belongs to the break that was placed anew, of several to the last in the prompt.
+    """
+    mended = sorted((item for item in breaks if item.repair is not None), key=lambda item: item.finding.order)
+    if len(mended) < 2:
+        return current
+    places = dict.fromkeys(repair.place for item in mended for repair in item.finding.repairs)
+    for group, place in itertools.product([mended, *([item] for item in mended)], places):
+        turned = [
+            (item, item.repair, other)
+            for item in group
+            for other in item.finding.repairs
+            if item.repair is not None and other.place == place != item.repair.place
+        ]
+        if not turned:
+            continue
+        for _, old, new in turned:
+            old.switch(False)
+            new.switch(True)
+        after = run(log, stages, block_size=block_size)
+        if after.computed < current.computed:
+            last = turned[-1][0]
+            last.tokens_lost += current.computed - after.computed
+            last.predicted_hit_rate = _rate(before, last.tokens_lost, after.total - before.total)
+            current = after
+            for item, _, new in turned:
+                item.repair = new
+        else:
+            for _, old, new in turned:
+                new.switch(False)
+                old.switch(True)
     return current
 
 
