@@ -10,7 +10,7 @@ import pytest
 from anaphora.config import EngineConfig
 from anaphora.core.client import EngineClient
 from anaphora.errors import AnaphoraError, ConfigError, EngineDead, InvalidRequest, ModelError
-from anaphora.types import FinishReason, SequenceUpdate, StepResult
+from anaphora.types import FinishReason, Prefix, SequenceUpdate, StepResult
 from tests.support.clients import (
     FAKE,
     LONG,
@@ -274,3 +274,19 @@ def test_steps_are_told_and_a_failing_listener_stops_nothing(caplog: pytest.LogC
 
     asyncio.run(main())
     assert "ZeroDivisionError" in caplog.text
+
+
+def test_a_refusal_whose_caller_has_left_is_no_error(caplog: pytest.LogCaptureFixture) -> None:
+    async def main() -> None:
+        async with started() as client:
+            for leaving in (client.unpin(ids=["pin-nothing"]), client.pin([Prefix((10**6,))])):
+                call = asyncio.create_task(leaving)
+                await asyncio.sleep(0)
+                call.cancel()
+                await asyncio.wait((call,))
+                assert call.cancelled()
+            await client.check()  # answered behind the refusals
+            await assert_nothing_kept(client)
+
+    asyncio.run(main())
+    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]

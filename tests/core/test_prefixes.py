@@ -82,8 +82,10 @@ def test_nothing_is_pinned_where_prefix_caching_is_off() -> None:
 def test_unpin_by_prefix_or_id_all_or_none() -> None:
     engine = make_engine(FakeRunner(31, BLOCK), max_model_len=60)
     one, two = engine.pin([Prefix((1, 2, 3)), Prefix((4, 5))])
-    with pytest.raises(NotFound, match="is not pinned"):
+    with pytest.raises(NotFound, match="'pin-nothing' is not pinned"):
         engine.prefixes.unpin([Prefix((1, 2, 3))], ["pin-nothing"])
+    with pytest.raises(NotFound, match=r"^'a\\nb"):
+        engine.prefixes.unpin([], ["a\nb"])
     with pytest.raises(NotFound):
         engine.prefixes.unpin([Prefix((1, 2, 3), "other salt")], [])
     assert len(engine.prefixes.list(None, 5).pins) == 2

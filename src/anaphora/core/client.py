@@ -251,11 +251,8 @@ class EngineClient:
         """Send a command that a Reply answers; its value, of type ``answer``. Raises the engine's refusal."""
         self._must_go_on()
         number = self._send(command)
-        self._calls[number] = asyncio.get_running_loop().create_future()
-        try:
-            return msgspec.convert(await self._calls[number], answer)
-        finally:
-            self._calls.pop(number, None)
+        self._calls[number] = reply = asyncio.get_running_loop().create_future()
+        return msgspec.convert(await reply, answer)
 
     async def _ping(self) -> None:
         await self._call(messages.Ping(), type(None))
@@ -317,7 +314,9 @@ class EngineClient:
 
     def _answer(self, reply: messages.Reply) -> None:
         error = None if reply.failure is None else reply.failure.error()
-        if (call := self._calls.get(reply.number)) is not None and not call.done():
+        if (call := self._calls.pop(reply.number, None)) is not None:
+            if call.done():
+                return  # its caller has left: what it would have heard is nobody's business
             if error is None:
                 call.set_result(reply.value)
             else:

@@ -48,7 +48,8 @@ class Prefixes:
         wanted = list(dict.fromkeys([*(self._pin_of(prefix).id for prefix in prefixes), *ids]))
         if missing := [id for id in wanted if id not in known]:
             raise NotFound(
-                f"{missing[0]:.80} is not pinned; GET /v1/cache/prefixes lists what is pinned under a salt", param="id"
+                f"{missing[0]!r:.80} is not pinned; GET /v1/cache/prefixes lists what is pinned under a salt",
+                param="id",
             )
         pins = [known[id] for id in wanted]
         reports = tuple(map(self._report, pins))
