@@ -72,6 +72,7 @@ def test_messages_are_told_apart_wherever_the_stream_is_cut(messages: list[bytes
         b"GET / HTTP/1.1\r\nno field\r\n\r\nmore",
         b"POST / HTTP/1.1\r\nContent-Length: 5\r\nContent-Length: 6\r\n\r\nhello",
         b"POST / HTTP/1.1\r\nContent-Length: -5\r\n\r\nhello",
+        b"POST / HTTP/1.1\r\nContent-Length: " + b"9" * 5000 + b"\r\n\r\nhello",
         b"POST / HTTP/1.1\r\nTransfer-Encoding: gzip\r\n\r\nhello",
         b"POST / HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\nxyz\r\nhello",
         b"POST / HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n5\r\nhelloX\r\n",
@@ -90,6 +91,13 @@ def test_content_goes_on_at_once_and_only_heads_are_held() -> None:
     assert list(splitter.feed(POST[:20])) == []
     assert b"".join(piece.raw for piece in splitter.feed(POST[20:-3])) == POST[:-3]
     assert b"".join(piece.raw for piece in splitter.feed(b"l")) == b"l"
+
+
+def test_numbers_that_no_message_can_have_are_none() -> None:
+    assert head("9" * 5000).status == 0
+    assert head("200", b"content-length: " + b"9" * 5000).length is None
+    assert head("200", b"content-length: 7, 7").length == 7
+    assert head("200", b"content-length: 7, 8").length is None
 
 
 def head(status: str, *fields: bytes) -> Head:

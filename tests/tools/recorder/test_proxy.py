@@ -495,6 +495,20 @@ async def test_a_fault_in_the_books_does_not_touch_the_request(
     assert "could not be followed" in caplog.text
 
 
+@pytest.mark.parametrize("ask_usage", [False, True])
+async def test_a_length_that_no_body_has_is_left_to_the_server(ask_usage: bool, tmp_path: Path) -> None:
+    seen, reply = bytearray(), answer(b"", status="400 Bad Request")
+    sent = f"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: {'9' * 5000}\r\n\r\n{{}}".encode()
+
+    async def script(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        seen.extend(await reader.readuntil(b"{}"))
+        writer.write(reply)
+
+    async with recording(script, tmp_path / "log", ask_usage=ask_usage) as setup:
+        assert await through(setup, sent) == reply
+        assert bytes(seen) == sent.replace(b"Host: a", b"Host: 127.0.0.1:%d" % setup.proxy.upstream.port)
+
+
 async def test_an_upgrade_is_passed_on(tmp_path: Path) -> None:
     switch = b"HTTP/1.1 101 Switching Protocols\r\nUpgrade: websocket\r\nConnection: Upgrade\r\n\r\n"
 
@@ -544,7 +558,9 @@ async def test_asking_for_usage_changes_no_other_byte(body: bytes, asks: bool, t
 # --- The end ---------------------------------------------------------------------------------------------------------
 
 
-async def test_the_end_waits_for_answers_and_not_for_idle_connections(tmp_path: Path) -> None:
+async def test_the_end_waits_for_answers_and_not_for_idle_connections(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     go = asyncio.Event()
 
     async def script(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -566,6 +582,7 @@ async def test_the_end_waits_for_answers_and_not_for_idle_connections(tmp_path: 
         await asyncio.wait_for(ending, 20)
         idle.close()
         assert len(setup.records()) == 1
+    assert not caplog.records
 
 
 async def test_the_end_waits_until_a_slow_client_has_its_answer(tmp_path: Path) -> None:

@@ -59,7 +59,13 @@ class Head:
     @property
     def status(self) -> int:
         parts = self.line.split(b" ")
-        return int(parts[1]) if len(parts) > 1 and parts[1].isdigit() else 0
+        return int(parts[1]) if len(parts) > 1 and re.fullmatch(rb"\d{3}", parts[1]) else 0
+
+    @property
+    def length(self) -> int | None:
+        """Content-Length; None where there is none, or none that can be."""
+        lengths = {value for value in self.get(b"content-length").split(b", ") if value}
+        return int(lengths.pop()) if len(lengths) == 1 and re.fullmatch(rb"\d{1,18}", min(lengths)) else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,11 +99,9 @@ def answer_framing(head: Head, method: bytes) -> Framing | int:
 
 
 def _length(head: Head, otherwise: Framing | int) -> Framing | int:
-    lengths = {value for value in head.get(b"content-length").split(b", ") if value}
-    if not lengths:
+    if not head.get(b"content-length").strip(b", "):
         return otherwise
-    length = lengths.pop()
-    return int(length) if not lengths and length.isdigit() else Framing.RAW
+    return Framing.RAW if head.length is None else head.length
 
 
 @dataclass(slots=True)

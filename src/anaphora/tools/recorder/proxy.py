@@ -90,7 +90,8 @@ class Proxy:
         assert task is not None
         self._connections[connection] = task
         try:
-            await connection.run()
+            with contextlib.suppress(asyncio.CancelledError):  # only ``end`` cancels; Python 3.11 logs it as a fault
+                await connection.run()
         finally:
             del self._connections[connection]
             self._changed.set()

@@ -29,10 +29,9 @@ class UsageAsker:
         """The bytes to send now for a piece; ``raw`` are those that would be sent without it."""
         head = piece.head
         if head is not None:
-            length = head.get(b"content-length")
             asks = recorded and head.target.split(b"?", 1)[0].endswith(_OPENAI)
             barred = head.get(b"expect") or head.get(b"content-encoding") or head.get(b"transfer-encoding")
-            if asks and not barred and length.isdigit() and int(length) <= KEPT_BYTES:
+            if asks and not barred and head.length is not None and head.length <= KEPT_BYTES:
                 self._head = raw
                 return b""
             return raw
