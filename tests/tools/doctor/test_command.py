@@ -114,6 +114,18 @@ def test_a_regression_since_an_earlier_log(tmp_path: Path, capsys: pytest.Captur
     assert "new since then: request_id in message 0 (system)" in shown
 
 
+@pytest.mark.parametrize("how", ["report", "heads"])
+def test_control_characters_of_a_log_do_not_reach_the_terminal(
+    how: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    marks = "\x1b]0;mine\x07\x1b[2J\r\x9b3"
+    bodies = [logs.with_system(b, lambda c, n=n: f"{marks}{n * 7919:08x}\n{c}") for n, b in enumerate(stamped())]
+    run(DoctorOptions(log=write(tmp_path / "log.jsonl", bodies), heads=how == "heads"))
+    out = capsys.readouterr().out
+    assert "␛[2J\ufffd" in out
+    assert not set(out) & set("\x1b\x07\r\x9b")
+
+
 def test_heads(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     log = write(tmp_path / "log.jsonl", stamped())
     assert run(DoctorOptions(log=log, heads=True)) == 0

@@ -131,6 +131,19 @@ def test_a_broken_first_line_costs_no_other(tmp_path: Path) -> None:
     assert bad == [1, 4]
 
 
+@pytest.mark.parametrize("deep", ["[" * 100_000, "[" * 2000 + "]" * 2000, '{"messages":' * 9000])
+def test_a_first_line_nested_too_deeply_costs_no_other(deep: str, tmp_path: Path) -> None:
+    found, bad = requests(written(tmp_path, deep, CHAT, CHAT))
+    assert len(found) == 2
+    assert bad == [1]
+
+
+def test_times_that_no_clock_has_are_not_known(tmp_path: Path) -> None:
+    (found,), bad = requests(written(tmp_path, {"body": CHAT, "time": 10**400, "ttft_s": 10**400}))
+    assert bad == []
+    assert found.time is None
+
+
 def test_gzip_and_standard_input(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     packed = gzip.compress(json.dumps(CHAT).encode() + b"\n")
     path = tmp_path / "log.jsonl.gz"
@@ -213,9 +226,14 @@ def test_our_own_records(tmp_path: Path) -> None:
         {"messages": [{"role": "critic", "content": "\ue0007\ue001 <think>"}], "tools": ["x", 5, None]},
         {"messages": [{"role": "user", "content": "a"}], "chat_template_kwargs": {"messages": 1}, "time": "never"},
         {"system": {"a": 1}, "messages": [{"role": "user", "content": "x"}], "metadata": "x"},
+        {"messages": [{"role": "assistant", "content": "a", "tool_calls": 5}]},
+        CHAT | {"time": 10**400, "ttft_s": -(10**400)},
         {"requests": []},
         {"spans": [{"attributes": 5}, 5]},
         {"resourceSpans": [5, {"scopeSpans": None}]},
+        {"attributes": {"gen_ai.input.messages": "[]"}, "startTimeUnixNano": "9" * 5000},
+        {"attributes": [{"key": "gen_ai.input.messages", "value": {"intValue": "x"}}]},
+        {"attributes": [{"key": "gen_ai.input.messages", "value": {"arrayValue": 5}}]},
         {"prompt": ["a", 1]},
         "null",
         "[" * 5000,

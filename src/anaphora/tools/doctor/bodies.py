@@ -149,7 +149,13 @@ def _first(keys: tuple[str, ...], *places: Any) -> str:
 
 
 def _number(value: Any) -> float | None:
-    return float(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else None
+    if not isinstance(value, (int, float)) or isinstance(value, bool) or not -_MOST <= value <= _MOST:
+        return None
+    return float(value)
+
+
+_MOST = 1e30
+"""No time and no duration is larger, in whatever unit."""
 
 
 def _time(place: dict[str, Any]) -> float | None:

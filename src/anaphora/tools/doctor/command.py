@@ -15,6 +15,7 @@ from anaphora.errors import ConfigError
 from anaphora.text import habits
 from anaphora.tools.doctor import fix, heads, live_command, serve_flags, template, terminal
 from anaphora.tools.doctor.compare import compare
+from anaphora.tools.doctor.console import LogConsole
 from anaphora.tools.doctor.diagnose import Diagnosis, diagnose
 from anaphora.tools.doctor.load import Log, load, load_model
 from anaphora.tools.doctor.options import DoctorOptions, ExplainOptions
@@ -38,18 +39,18 @@ def main(options: DoctorOptions) -> int:
         return _template(options.template, options.json)
     prices = read_prices(options.prices) if options.prices else {}
     if options.heads:
-        heads.show(_load(options, lambda *_: None), Console())
+        heads.show(_load(options, lambda *_: None), LogConsole())
         return 0
     diagnosis = examine(options)
     data = as_json(diagnosis, options, prices)
     if options.baseline:
         data["baseline"] = compare(examine(dataclasses.replace(options, log=options.baseline)), diagnosis)
-    terminal.show(data, Console())
+    terminal.show(data, LogConsole())
     if options.fix:
         assert options.log is not None
         fixed = fix.write(diagnosis, options.log, options.fix)
         data["fix"] = fixed.as_json()
-        terminal.show_fix(options.fix, data["fix"], Console())
+        terminal.show_fix(options.fix, data["fix"], LogConsole())
     if options.html:
         _write(options.html, render_page(diagnosis, data))
     if options.json:
@@ -69,13 +70,13 @@ def explain(options: ExplainOptions) -> int:
     """Compare two bodies and say where and why they part."""
     assert options.first is not None
     assert options.second is not None
-    heads.explain(options.first, options.second, load_model(options.model, options.chat_template), Console())
+    heads.explain(options.first, options.second, load_model(options.model, options.chat_template), LogConsole())
     return 0
 
 
 def _serve_flags(options: DoctorOptions) -> int:
     """Examine a server's command line, with a log for what its prompts are like; 1 where something is wrong."""
-    console = Console()
+    console = LogConsole()
     typed, found, notes = serve_flags.examine(options, load_model(options.model, options.chat_template))
     lines = [("breaks" if pitfall.breaks else "note", str(pitfall)) for pitfall in found]
     lines += [("breaks", said) for said in typed.unknown]
@@ -98,7 +99,7 @@ def _serve_flags(options: DoctorOptions) -> int:
 
 def _template(name: str, json: str | None) -> int:
     """Play a template; 1 where a turn does not extend the one before it."""
-    console = Console()
+    console = LogConsole()
     checks = habits.examine(template.load_template(name))
     for check in checks:
         word = "good" if not check.problem else "breaks" if check.breaks else "note"

@@ -9,6 +9,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from anaphora.tools.doctor import live_terminal
 from anaphora.tools.doctor.advice import advise, judged
+from anaphora.tools.doctor.console import LogConsole
 from anaphora.tools.doctor.live import figures
 from anaphora.tools.doctor.options import DoctorOptions
 from anaphora.tools.doctor.server import observe
@@ -27,7 +28,7 @@ def examine(options: DoctorOptions) -> tuple[dict[str, Any], int]:
         seen = observe(options.log, options.api_key, options.sample, lambda done: progress.update(task, completed=done))
     data = figures(seen)
     data["advice"] = advise(data)
-    console = Console()
+    console = LogConsole()
     live_terminal.show(data, console)
     low = options.min_hit_rate is not None and not _reaches(data, options.min_hit_rate, console)
     return data, 2 if seen.unreachable else 1 if low else 0

@@ -94,6 +94,9 @@ def _checked(value: Any, number: int, bad: BadLine) -> Iterator[Logged]:
         bad(number, str(error))
     except RecursionError:
         bad(number, "it is nested too deeply")
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        # Of all the forms of logs no field is sure to hold what it should; one line is lost by that, not the log.
+        bad(number, f"a field does not hold what belongs there: {error}"[:300])
 
 
 def _document(text: bytes, number: int, log: VllmLog, bad: BadLine) -> Iterator[Logged]:
@@ -101,7 +104,7 @@ def _document(text: bytes, number: int, log: VllmLog, bad: BadLine) -> Iterator[
     decoder = msgspec.json.Decoder()
     try:
         value = decoder.decode(text)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         # Not one value: one bad line among others, then.
         _first, _, rest = text.partition(b"\n")
         bad(number, f"no JSON: {error}")
