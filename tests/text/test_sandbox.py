@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -130,6 +131,37 @@ def test_an_interrupted_rendering_does_not_answer_the_next(sandbox: Sandbox, mon
     process.stdin.close()  # type: ignore[union-attr]
     process.stdout.close()
     assert sandbox.render("new", {}) == "new"
+
+
+def test_a_process_that_was_stopped_holds_up_nobody_for_long() -> None:
+    sandbox = Sandbox(stuck_seconds=0.5)
+    sandbox.render("", {})
+    assert sandbox._process is not None
+    stopped = sandbox._process
+    stopped.send_signal(signal.SIGSTOP)
+    with ThreadPoolExecutor(2) as pool:
+        answers = [pool.submit(sandbox.render, "{{ n }}", {"n": n}) for n in range(2)]
+        errors = [answer.exception() for answer in answers]
+    (error,) = filter(None, errors)
+    assert isinstance(error, RenderError)
+    assert f"exit code -{int(signal.SIGKILL)}" in str(error)
+    (n,) = (n for n in range(2) if errors[n] is None)
+    assert answers[n].result() == str(n)
+    sandbox.close()
+
+
+def test_to_kill_the_process_frees_who_waits_for_it(sandbox: Sandbox) -> None:
+    sandbox.render("", {})
+    assert sandbox._process is not None
+    sandbox._process.send_signal(signal.SIGSTOP)
+    with ThreadPoolExecutor(1) as pool:
+        answer = pool.submit(sandbox.render, "", {})
+        while not sandbox._lock.locked():
+            time.sleep(0.01)
+        sandbox.kill()
+        error = answer.exception()
+    assert error is None or isinstance(error, RenderError)  # it may be that it had not begun
+    assert sandbox.render("{{ x }}", {"x": 1}) == "1"
 
 
 def test_the_process_ends_with_its_parent() -> None:

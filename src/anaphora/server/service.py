@@ -21,6 +21,7 @@ from anaphora.observe.record import RecordWriter, RequestRecord, add_block_hashe
 from anaphora.server import places, prompts
 from anaphora.server.answers import Answer, Engine, merge
 from anaphora.server.protocol import ChatRequest, CompletionRequest, sampling_params
+from anaphora.text import sandbox
 from anaphora.text.assemble import ChoiceDelta
 from anaphora.text.chat import ChatTemplate
 from anaphora.text.generation import GenerationDefaults
@@ -139,6 +140,7 @@ class Service:
         self._load_log.close()
         for threads in (self._threads, self._aside):
             threads.shutdown(wait=False, cancel_futures=True)
+        sandbox.shared().kill()  # a thread that waits for it would hold up the end
         if self.recorder is not None:
             self.recorder.close()
 

@@ -21,6 +21,9 @@ from typing import Any
 CPU_SECONDS = 2.0
 """The most that one rendering may take. CPU time, so that a busy machine fails nobody."""
 
+STUCK_SECONDS = 60.0
+"""Who has waited so long for others takes the process for one that was stopped, and starts another."""
+
 
 class RenderError(Exception):
     """The rendering failed; the message says why. ``refused`` is set where the template itself raised it."""
@@ -37,8 +40,9 @@ class SyntaxInvalid(RenderError):
 class Sandbox:
     """The rendering process as its parent sees it. Safe to use from several threads."""
 
-    def __init__(self, cpu_seconds: float = CPU_SECONDS) -> None:
+    def __init__(self, cpu_seconds: float = CPU_SECONDS, stuck_seconds: float = STUCK_SECONDS) -> None:
         self._cpu_seconds = cpu_seconds
+        self._stuck_seconds = stuck_seconds
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
 
@@ -49,13 +53,24 @@ class Sandbox:
         """
         told = None if now is None else now.isoformat()
         line = json.dumps({"source": source, "variables": variables, "now": told}).encode() + b"\n"
-        with self._lock:
+        if not self._lock.acquire(timeout=self._stuck_seconds):
+            self.kill()
+            self._lock.acquire()
+        try:
             answer = json.loads(self._exchange(line))
+        finally:
+            self._lock.release()
         if "text" in answer:
             return str(answer["text"])
         if answer.get("syntax"):
             raise SyntaxInvalid(answer["error"])
         raise RenderError(answer["error"], refused=bool(answer.get("refused")))
+
+    def kill(self) -> None:
+        """End the process, also where another thread waits for it: that thread gets a RenderError."""
+        if (process := self._process) is not None:
+            process.kill()
+            process.wait()
 
     def close(self) -> None:
         """End the process; a later rendering starts another."""
