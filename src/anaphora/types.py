@@ -16,6 +16,8 @@ MAX_STOP_STRINGS = 16
 MAX_STOP_LENGTH = 1024
 MAX_LOGIT_BIAS = 1024
 MAX_SALT_LENGTH = 256
+HIT_TOKENS = 16
+"""From so many reused tokens on a request counts as a hit: fewer are what a chat template puts before every prompt."""
 
 
 def _number(name: str, value: float, low: float, high: float, *, low_open: bool = False) -> None:
@@ -450,14 +452,21 @@ class PrefixList:
     max_pinned_blocks: int
 
 
+def is_hit(prompt_tokens: int | None, cached_tokens: int) -> bool:
+    """Whether a request counts as a hit: HIT_TOKENS reused, or, of a shorter prompt, all but its last token."""
+    enough = HIT_TOKENS if prompt_tokens is None else max(1, min(HIT_TOKENS, prompt_tokens - 1))
+    return cached_tokens >= enough
+
+
 @dataclass(slots=True)
 class EngineStats:
     """Gauges of this moment and counters since the start (never falling). Tokens unless said otherwise.
 
     A prompt counts once, when it is first scheduled: in ``queries`` with its length, in ``hits`` with its cached
-    tokens. ``misses`` counts requests by CacheReport.reason, ``isolated`` those that found nothing under their own
-    salt and whose first block is cached under another. ``hits_half``, ``hits_twice`` and ``hits_four_times`` are what
-    ``hits`` would be in a cache of other size. ``computed_prompt_tokens`` is the runner's count.
+    tokens, in ``requests_hit`` by ``is_hit``. ``misses`` counts requests by CacheReport.reason, ``isolated`` those that
+    found nothing under their own salt and whose first block is cached under another. ``hits_half``, ``hits_twice`` and
+    ``hits_four_times`` are what ``hits`` would be in a cache of other size. ``computed_prompt_tokens`` is the runner's
+    count.
     """
 
     running: int = 0

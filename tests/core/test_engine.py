@@ -6,7 +6,7 @@ import pytest
 
 from anaphora.config import CacheConfig, EngineConfig
 from anaphora.core.engine import Engine
-from tests.support.engine import FakeRunner, make_request, run
+from tests.support.engine import FakeRunner, make_engine, make_request, run
 
 
 class SlowRunner(FakeRunner):
@@ -56,4 +56,16 @@ def test_counters_never_fall() -> None:
         assert gauges == now.total_blocks
         before = now
     assert before.preemptions > 0
+    engine.check()
+
+
+def test_a_request_is_a_hit_from_sixteen_tokens_on_or_when_a_shorter_prompt_is_there_whole() -> None:
+    engine = make_engine(FakeRunner(200, 4))
+    first = [*range(100, 140)]
+    hits = []
+    for number, prompt in enumerate(([1, 2, 3], first, [*first[:15], 90, 91], [*first[:16], 92, 93], [1, 2, 3], [1])):
+        engine.add(make_request(f"r{number}", prompt, 1))
+        run(engine)
+        hits.append(engine.stats().requests_hit)
+    assert hits == [0, 0, 0, 1, 2, 2]
     engine.check()

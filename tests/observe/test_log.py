@@ -55,6 +55,14 @@ def test_rates_are_of_the_last_requests_and_say_so() -> None:
     assert "running 2, waiting 1" in line
 
 
+def test_the_few_tokens_before_every_chat_prompt_are_no_hit() -> None:
+    rates = HitRates()
+    for cached in (3, 15, 16):
+        rates.add(1000, cached)
+    rates.add(8, 7)
+    assert "50.0% of requests; since" in rates.describe(EngineStats())
+
+
 def test_nothing_divides_by_zero_before_the_first_request() -> None:
     assert "–" in HitRates().describe(EngineStats())
 

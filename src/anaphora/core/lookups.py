@@ -9,7 +9,7 @@ from anaphora.cache.explain import AtSizes
 from anaphora.cache.index import Match
 from anaphora.cache.manager import CacheManager
 from anaphora.core.sequence import Sequence
-from anaphora.types import CacheReport, EngineStats
+from anaphora.types import CacheReport, EngineStats, is_hit
 
 
 class Lookups:
@@ -40,7 +40,7 @@ class Lookups:
         if reason != Reason.BYPASSED:
             stats.queries += sequence.num_prompt
             stats.hits += report.cached_tokens
-            stats.requests_hit += report.cached_tokens > 0
+            stats.requests_hit += is_hit(sequence.num_prompt, report.cached_tokens)
             self._cache.usage.hit(taken.blocks, now)
         if sizes is not None:
             stats.hits_half += min(sizes.half, report.cached_tokens)  # there may have been no room for all of it

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 from anaphora.observe.record import RequestRecord
-from anaphora.types import EngineInfo, EngineStats
+from anaphora.types import EngineInfo, EngineStats, is_hit
 
 logger = logging.getLogger("anaphora.server")
 
@@ -67,7 +67,7 @@ class HitRates:
         """Both rates, in tokens and in requests, of the last requests and since the start, and the load."""
         recent = self._recent
         tokens = _share(sum(c for _, c in recent), sum(p for p, _ in recent))
-        requests = _share(sum(c > 0 for _, c in recent), len(recent))
+        requests = _share(sum(is_hit(p, c) for p, c in recent), len(recent))
         in_use = _share(stats.referenced_blocks, stats.total_blocks)
         return (
             f"hit rate of the last {len(recent):,} requests: {tokens} of prompt tokens, {requests} of requests; "

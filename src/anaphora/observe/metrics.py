@@ -38,7 +38,7 @@ from prometheus_client.utils import floatToGoString
 
 from anaphora.cache.events import Reason
 from anaphora.observe.record import RequestRecord
-from anaphora.types import EngineInfo, EngineStats, StepResult
+from anaphora.types import HIT_TOKENS, EngineInfo, EngineStats, StepResult
 
 logger = logging.getLogger("anaphora.metrics")
 
@@ -131,7 +131,11 @@ COUNTERS = (
     Reading("vllm:generation_tokens", "Tokens generated.", lambda s: s.generation_tokens),
     Reading("vllm:num_preemptions", "Times that a running request had to give up its blocks.", lambda s: s.preemptions),
     Reading("anaphora:requests_scheduled", "Requests scheduled for the first time.", lambda s: s.requests),
-    Reading("anaphora:requests_hit", "Of those, the ones that reused at least one token.", lambda s: s.requests_hit),
+    Reading(
+        "anaphora:requests_hit",
+        f"Of those, the ones that reused at least {HIT_TOKENS} tokens, or a shorter prompt but for its last token.",
+        lambda s: s.requests_hit,
+    ),
     Reading("anaphora:cache_misses", "Requests by the reason why no more was reused.", _misses, "reason"),
     Reading(
         "anaphora:requests_isolated",

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 from anaphora.tools.bench.client import Counters, Sample
 from anaphora.tools.bench.lengths import block_hits, reusable
+from anaphora.types import is_hit
 
 Figures = dict[str, float | None]
 
@@ -126,8 +127,7 @@ def _hit_rates(seen: Round) -> Figures:
     told = len(cached) == len(seen.good)
     rates: Figures = {
         "hit_rate": token_hit_rate(seen)[0],
-        "hit_rate_requests": sum(hit >= BLOCK for hit, _ in cached) / len(cached) if told else None,
-        "hit_rate_requests_any": sum(hit > 0 for hit, _ in cached) / len(cached) if told else None,
+        "hit_rate_requests": sum(is_hit(length, hit) for hit, length in cached) / len(cached) if told else None,
     }
     prompts = [sample.planned.tokens for sample in seen.good]
     if all(prompts):

@@ -43,7 +43,6 @@ ROWS = (
     ("output_tokens_per_s", "output tokens/s", RATE),
     ("hit_rate", "hit rate, tokens", SHARE),
     ("hit_rate_requests", "hit rate, requests", SHARE),
-    ("hit_rate_requests_any", "hit rate, any token", SHARE),
     ("gpu_hours_per_100k", "", HOURS),
     ("busy_hours_per_day", "", HOURS),
     ("price_per_100k", "price per 100,000", PRICE),
