@@ -133,6 +133,29 @@ def test_negated_and_dotted_forms_are_named_too(argument: str) -> None:
         cli.parse("serve", [argument, "2"])
 
 
+def test_all_flags_that_cannot_be_taken_are_told_at_once(capsys: pytest.CaptureFixture[str]) -> None:
+    line = "serve M --enable-lora -tp 2 --hf-token t --kv-cache-metrics --zzz -1 --enable-lora"
+    assert cli.main(line.split()) == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert [line.removeprefix("error: ").removeprefix("there is no flag ").split()[0] for line in lines] == [
+        *("--tensor-parallel-size", "--enable-lora", "--hf-token", "--kv-cache-metrics", "--zzz"),
+    ]
+    assert "HF_TOKEN" in lines[2]
+    assert "lifetimes" in lines[3]
+    assert cli.main(["plan", "--zzz", "--yyy=3"]) == 2
+    assert capsys.readouterr().err == "error: there is no flag --zzz\nthere is no flag --yyy=3\n"
+
+
+def test_flags_that_restate_what_holds_are_taken(served: list[Any], capsys: Any) -> None:
+    restating = (
+        "--enable-server-load-tracking --enable-request-id-headers --disable-log-stats --max-log-len 100 "
+        "--disable-frontend-multiprocessing --response-role assistant"
+    )
+    assert cli.main(["serve", "M", *restating.split()]) == 0
+    assert capsys.readouterr().err.count("changes nothing: ") == 6
+    assert cli.main(["serve", "M", "--response-role", "model"]) == 2
+
+
 def test_flags_that_change_nothing_are_accepted_with_a_note(served: list[Any], capsys: Any) -> None:
     assert cli.main(["serve", "-tp", "1", "--swap_space=3", "--enable-prompt-tokens-details", "M"]) == 0
     notes = [line for line in capsys.readouterr().err.splitlines() if line.startswith("note: ")]
@@ -237,7 +260,7 @@ def test_without_the_extra_serve_says_how_to_install_it(
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     assert cli.main(["serve"]) == 2
     error = capsys.readouterr().err
-    assert "pip install 'anaphora[serve]'" in error
+    assert "pip install '.[serve]'" in error
     assert error.count("\n") == 1
 
 

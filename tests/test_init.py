@@ -31,5 +31,5 @@ def test_without_the_engine_the_error_says_what_to_install(monkeypatch: pytest.M
         raise ModuleNotFoundError(f"No module named 'torch' (for {name})", name="torch")
 
     monkeypatch.setattr(importlib, "import_module", absent)
-    with pytest.raises(ImportError, match=r"LLM needs torch: run pip install 'anaphora\[serve\]'"):
+    with pytest.raises(ImportError, match=r"LLM needs torch: run pip install '\.\[serve\]'"):
         _ = anaphora.LLM

@@ -43,7 +43,7 @@ def _home(name: str) -> ModuleType:
     except ModuleNotFoundError as error:
         if error.name is None or error.name.partition(".")[0] == "anaphora":
             raise
-        raise ImportError(f"{name} needs {error.name}: run pip install 'anaphora[serve]'") from error
+        raise ImportError(f"{name} needs {error.name}: run pip install '.[serve]' in Anaphora's folder") from error
 
 
 def __dir__() -> list[str]:

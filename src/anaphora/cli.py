@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import re
 import shutil
 import sys
 import typing
@@ -147,20 +148,23 @@ def build_parser(name: str) -> argparse.ArgumentParser:
 
 
 def parse(name: str, arguments: Sequence[str]) -> argparse.Namespace:
-    """The options that were given. Raises ConfigError for a flag that is not there, saying what it is."""
+    """The options that were given. Raises ConfigError for the flags that are not there, saying what each is."""
     parser = build_parser(name)
     vllm = COMMANDS[name].vllm
     own_part, rest = _split_remainder(COMMANDS[name].settings(), arguments)
     options, unknown = parser.parse_known_args([vllm_flags.normalize(a) if vllm else a for a in own_part])
-    flags = [argument for argument in unknown if argument.startswith("-")]
+    given = vars(options)
+    flags = [argument for argument in unknown if re.match(r"-[^\d.]", argument)]
     own = [s for action in parser._actions if action.help != argparse.SUPPRESS for s in action.option_strings]
-    if flags and vllm:
-        raise ConfigError(vllm_flags.explain(flags[0], own))
-    if flags:
-        raise ConfigError(f"there is no flag {flags[0]}" + vllm_flags.closest(flags[0], own))
+    refused: list[str] = given.pop("refused", [])
+    refused += [
+        vllm_flags.explain(flag, own) if vllm else f"there is no flag {flag}{vllm_flags.closest(flag, own)}"
+        for flag in flags
+    ]
+    if refused:
+        raise ConfigError("\n".join(dict.fromkeys(refused)))
     if unknown:
         raise ConfigError(f"unexpected argument {unknown[0]!r} (see {parser.prog} --help)")
-    given = vars(options)
     given.update(rest)
     if "model_flag" in given:
         named = given.pop("model_flag")
@@ -178,7 +182,9 @@ def _say(text: str) -> None:
 
 def _need_serve_extra(command: str) -> None:
     if missing := [name for name in _SERVE_PACKAGES if importlib.util.find_spec(name) is None]:
-        raise ConfigError(f"{command} needs {missing[0]}, which is not installed: run pip install 'anaphora[serve]'")
+        raise ConfigError(
+            f"{command} needs {missing[0]}, which is not installed: run pip install '.[serve]' in Anaphora's folder"
+        )
 
 
 def _print_notes(options: argparse.Namespace, classes: tuple[type, ...]) -> None:

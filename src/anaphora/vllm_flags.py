@@ -12,7 +12,6 @@ from importlib.resources import files
 from typing import Any
 
 from anaphora.config import SERVE_SETTINGS, flag_name
-from anaphora.errors import ConfigError
 
 ANY = "*"
 
@@ -73,7 +72,10 @@ def normalize(argument: str) -> str:
 
 
 class _Accept(argparse.Action):
-    """Takes a flag that only restates what always holds here, and remembers what to tell the user."""
+    """Takes a flag that only restates what always holds here, and remembers what to tell the user.
+
+    Why one with another value is refused goes to ``namespace.refused``, so that all such flags are told at once.
+    """
 
     def __init__(self, option_strings: list[str], dest: str, group: dict[str, Any], **kwargs: Any) -> None:
         super().__init__(option_strings, dest, nargs=None if "values" in group else 0, **kwargs)
@@ -84,10 +86,12 @@ class _Accept(argparse.Action):
     ) -> None:
         allowed, note = self.group.get("values"), self.group["note"]
         if allowed and ANY not in allowed and values not in allowed:
-            raise ConfigError(
+            refused = (
                 f"{option_string} is a flag of vllm serve that Anaphora does not have: {note} "
                 f"({option_string} {' or '.join(allowed)} is accepted)"
             )
+            namespace.refused = [*getattr(namespace, "refused", []), refused]
+            return
         namespace.notes = [*getattr(namespace, "notes", []), f"{option_string} changes nothing: {note}"]
 
 

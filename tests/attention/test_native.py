@@ -168,4 +168,4 @@ def test_without_numba_it_is_said_what_to_install() -> None:
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert ran.returncode == 1
     assert "ModelError: attention on a CPU needs numba" in ran.stderr
-    assert "install anaphora[serve]" in ran.stderr
+    assert "pip install '.[serve]'" in ran.stderr

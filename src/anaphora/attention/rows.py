@@ -15,7 +15,8 @@ try:
     from anaphora.attention import native, tiles, vectors
 except ImportError as error:
     raise ModelError(
-        f"attention on a CPU needs numba, which cannot be imported ({error}); install anaphora[serve], or numba itself"
+        f"attention on a CPU needs numba, which cannot be imported ({error}); "
+        "run pip install '.[serve]' in Anaphora's folder"
     ) from error
 
 KINDS = {torch.bfloat16: vectors.BFLOAT16, torch.float32: vectors.FLOAT32}

@@ -146,7 +146,7 @@ def load_runner(config: EngineConfig) -> Runner:
     except ModuleNotFoundError as error:
         raise ConfigError(
             f"the engine ({config.runner}) needs the module {error.name!r}, which is not installed; "
-            "pip install 'anaphora[serve]' brings it"
+            "pip install '.[serve]' in Anaphora's folder brings it"
         ) from error
     except (AttributeError, ValueError) as error:
         raise ConfigError(f"{config.runner!r} names no function that makes a runner: {error}") from error
