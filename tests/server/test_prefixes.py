@@ -305,6 +305,9 @@ async def test_the_forms_of_a_warm_file(server: Whole, tmp_path: Path, text: str
         ('{"prompt": "a"}\n{"promt": "b"}\n', "line 2: the body must hold one of messages, prompt"),
         ('[{"prompt": "a"}, 7]', "entry 2: the body must be a JSON object"),
         ('{"prompt": "a", "cache_slat": "s"}', "cache_slat"),
+        ('"a"\n"\\ud83d"', "line 2: no body of a request: .*surrogates"),
+        ('"a"\n' + "[" * 9000 + "]" * 9000, "line 2: no valid JSON: maximum recursion depth"),
+        ("[" * 100_000, "line 1: no valid JSON: maximum recursion depth"),
     ],
 )
 def test_a_warm_file_that_cannot_be_read_is_refused_by_line(tmp_path: Path, text: str, message: str) -> None:
@@ -314,6 +317,8 @@ def test_a_warm_file_that_cannot_be_read_is_refused_by_line(tmp_path: Path, text
         read_warm_file(str(path))
     with pytest.raises(ConfigError, match="cannot read"):
         read_warm_file(str(tmp_path / "none"))
+    with pytest.raises(ConfigError, match="cannot read"):
+        read_warm_file("a\0b")
 
 
 async def test_what_cannot_be_kept_is_named_with_its_line(server: Whole, tmp_path: Path) -> None:

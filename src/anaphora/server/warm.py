@@ -38,7 +38,7 @@ def read_warm_file(path: str) -> list[Entry]:
     """
     try:
         text = Path(path).read_text(encoding="utf-8-sig")
-    except (OSError, UnicodeDecodeError) as error:
+    except (OSError, ValueError) as error:  # ValueError: no UTF-8, or no path
         raise ConfigError(f"--warm cannot read {path}: {error}") from None
     entries = [_entry(f"--warm {path}{place}", value) for place, value in _values(text, path)]
     if not entries:
@@ -54,12 +54,12 @@ def _values(text: str, path: str) -> Iterator[tuple[str, Any]]:
         return
     try:
         whole = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         for number, line in enumerate(text.splitlines(), 1):
             if line.strip():
                 try:
                     yield f", line {number}", json.loads(line)
-                except ValueError as error:
+                except (ValueError, RecursionError) as error:
                     raise ConfigError(
                         f"--warm {path}, line {number}: no valid JSON: {error} (a text must be a JSON string here)"
                     ) from None
@@ -76,6 +76,8 @@ def _entry(where: str, value: Any) -> Entry:
         body, checked = parse(msgspec.json.encode(plain), ChatPrefix, TextPrefix)
     except InvalidRequest as error:
         raise ConfigError(f"{where}: {error.message}") from None
+    except (UnicodeEncodeError, RecursionError) as error:  # half a character, nested too deeply
+        raise ConfigError(f"{where}: no body of a request: {error}") from None
     return Entry(where, body, checked)
 
 
