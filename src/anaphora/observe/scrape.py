@@ -25,6 +25,9 @@ HIT_PAIRS = (
 )
 """(looked up, found), today's names first; a rate is taken from one pair, never across two."""
 
+MOST = 1e30
+"""No counter and no gauge is larger."""
+
 HIT_RATE_GAUGE = "vllm:gpu_prefix_cache_hit_rate"
 """vLLM's V0 engine: a share since the start, below 0 where caching is off."""
 
@@ -65,16 +68,29 @@ class Page:
 
 
 def parse(text: str) -> Page:
-    """A page in Prometheus' text format. ValueError where it is none."""
+    """A page in Prometheus' text format. ValueError where it is none.
+
+    Samples with a value that nothing counted can have, and buckets without a bound, are left out.
+    """
     samples: dict[str, dict[Labels, float]] = {}
     texts: dict[str, str] = {}
     for family in text_string_to_metric_families(text):
         texts[_RENAMED.sub(r"\1:", family.name)] = family.documentation
         for sample in family.samples:
-            if not math.isnan(sample.value):
+            bounded = not sample.name.endswith("_bucket") or number(sample.labels.get("le")) is not None
+            if abs(sample.value) <= MOST and bounded:
                 named = samples.setdefault(_RENAMED.sub(r"\1:", sample.name), {})
                 named[tuple(sorted(sample.labels.items()))] = sample.value
     return Page(samples, texts)
+
+
+def number(text: str | None) -> float | None:
+    """What a label says; None where it is no number."""
+    try:
+        value = float(text or "")
+    except ValueError:
+        return None
+    return None if math.isnan(value) else value
 
 
 @dataclass(frozen=True, slots=True)

@@ -141,6 +141,26 @@ def test_anaphora_tells_what_other_sizes_would_give() -> None:
     assert examined(pages.vllm(10))["sizes"] == {}
 
 
+@pytest.mark.parametrize(
+    "line",
+    [
+        "vllm:request_success_total +Inf",
+        'vllm:prefix_cache_hits_total{model_name="x"} 1e308\nvllm:prefix_cache_hits_total{model_name="y"} 1e308',
+        "sglang:max_total_num_tokens +Inf",
+        f'vllm:cache_config_info{{block_size="{"9" * 4000}",num_gpu_blocks="{"9" * 5000}"}} 1',
+        'vllm:request_prompt_tokens_bucket{le="x"} 5\nvllm:request_prompt_tokens_bucket 5',
+        "anaphora:cache_misses_total -Inf",
+        'anaphora:prefix_cache_hits_at_size_total{size="x"} 5\nanaphora:prefix_cache_hits_at_size_total 5',
+    ],
+)
+def test_values_that_cannot_be_are_not_known_and_cost_no_other(line: str) -> None:
+    text = "vllm:prefix_cache_queries_total 10\nvllm:prefix_cache_hits_total 4\n" + line + "\n"
+    for engine in ("anaphora", "vllm", "sglang"):
+        data = examined(text, text, engine=engine, version="9" * 5000 + ".1")
+        assert data["since_start"]["hit_rate"] == pytest.approx(0.4)
+        json.dumps(data, allow_nan=False)
+
+
 def test_no_traffic_is_no_hit_rate() -> None:
     idle = examined(pages.vllm(0), pages.vllm(0))
     assert idle["sample"]["hit_rate"] is None

@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-from anaphora.observe.scrape import HIT_RATE_GAUGE, Growth, Hits, Page, hits
+from anaphora.observe.scrape import HIT_RATE_GAUGE, MOST, Growth, Hits, Page, hits, number
 from anaphora.tools.doctor.server import Seen
 
 NAMES = {"anaphora": "Anaphora", "vllm": "vLLM", "sglang": "SGLang", "llamacpp": "llama.cpp"}
@@ -58,7 +58,7 @@ def figures(seen: Seen) -> dict[str, Any]:
 
 def version_of(text: str | None) -> tuple[int, int, int] | None:
     """A released version as numbers; None for builds from a branch (0.1.dev20051), which tell no age."""
-    match = re.match(r"v?(\d+)\.(\d+)(?:\.(\d+))?(.*)", text or "")
+    match = re.match(r"v?(\d{1,9})\.(\d{1,9})(?:\.(\d{1,9}))?(.*)", text or "")
     if not match or ("dev" in match[4] and (int(match[1]), int(match[2])) < (0, 2)):
         return None
     return int(match[1]), int(match[2]), int(match[3] or 0)
@@ -98,9 +98,10 @@ def cache_settings(seen: Seen) -> dict[str, Any]:
 
 def _int(value: Any) -> int | None:
     try:
-        return int(value)
-    except (TypeError, ValueError):
+        found = int(value)
+    except (OverflowError, TypeError, ValueError):
         return None
+    return found if abs(found) <= MOST else None
 
 
 def _sum(values: Iterator[int | None]) -> int | None:
@@ -267,7 +268,8 @@ def _parts(growth: Growth) -> Iterator[dict[str, Any]]:
 
 def _misses(growth: Growth) -> dict[str, int]:
     """Anaphora alone tells why requests reused no more."""
-    counts = ((labels["reason"], round(value)) for labels, value in growth.by_labels("anaphora:cache_misses_total"))
+    misses = growth.by_labels("anaphora:cache_misses_total")
+    counts = ((labels.get("reason", "unknown"), round(value)) for labels, value in misses)
     return dict(sorted(((reason, count) for reason, count in counts if count), key=lambda item: -item[1]))
 
 
@@ -275,7 +277,8 @@ def _sizes(growth: Growth) -> dict[float, float]:
     """Anaphora alone tells: the hit rate since the start that a cache of so many times the size would have had."""
     looked = growth.total("vllm:prefix_cache_queries_total")
     found = list(growth.by_labels("anaphora:prefix_cache_hits_at_size_total")) if looked else []
-    return {float(labels["size"]): value / looked for labels, value in found if looked}
+    sizes = ((number(labels.get("size")), value) for labels, value in found)
+    return {size: value / looked for size, value in sizes if looked and size is not None and 0 < size <= MOST}
 
 
 def _notes(seen: Seen, data: dict[str, Any]) -> Iterator[str]:
