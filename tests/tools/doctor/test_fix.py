@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import random
+import uuid
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -250,3 +251,66 @@ def test_what_moving_texts_cannot_mend_is_told(folder: Path, capsys: pytest.Capt
     assert {left["place"] for left in told["fix"]["left"]} == {"tools[0]"}
     assert "clock_time in tools[0] is still there" in " ".join(capsys.readouterr().out.split())
     assert [json.loads(line) for line in out.read_text().splitlines()] == bodies
+
+
+# --- Breaks that hide each other -------------------------------------------------------------------------------------
+
+
+def head_and_tools(line: str) -> list[Body]:
+    """A line new in each request at the system text's beginning, and the tools behind it in any order."""
+    listed = [logs.tool(f"tool_{name}") for name in "abcdef"]
+    made = []
+    for n, body in enumerate(logs.interleaved(logs.conversations(count=30, turns=1, head=RULES))):
+        rng = random.Random(n)
+        head = line.format(n=n, id=uuid.UUID(int=rng.getrandbits(128)))
+        stamped = logs.with_system(body, lambda c, head=head: f"{head}\n{c}")
+        made.append({**stamped, "tools": rng.sample(listed, len(listed))})
+    return made
+
+
+def two_in_one_block() -> list[Body]:
+    """An id and, a few lines on, a clock: in blocks of 128 tokens each hides what mending the other would save."""
+    made = []
+    for n, body in enumerate(head_and_tools("Request: {id}")):
+        clock = f"Now: 2026-11-29 10:{n:02}:{n * 7 % 60:02}"
+        stamped = logs.with_system(body, lambda c, clock=clock: _inserted(c, clock))
+        made.append({"messages": stamped["messages"]})
+    return made
+
+
+def _inserted(text: str, line: str) -> str:
+    lines = text.split("\n")
+    return "\n".join([*lines[:4], line, *lines[4:]])
+
+
+def diagnosed(bodies: list[Body], folder: Path, block_size: int) -> tuple[Body, Body]:
+    """The diagnosis of a log, and that of its mended one."""
+    log, out, data = folder / "log.jsonl", folder / "fixed.jsonl", folder / "data.json"
+    log.write_text("".join(json.dumps(body) + "\n" for body in bodies))
+    run(DoctorOptions(log=str(log), fix=str(out), json=str(data), block_size=block_size))
+    before = json.loads(data.read_text())
+    run(DoctorOptions(log=str(out), json=str(data), block_size=block_size))
+    return before, json.loads(data.read_text())
+
+
+@pytest.mark.parametrize(
+    ("bodies", "kinds", "block_size"),
+    [
+        (head_and_tools("Request: {id}"), {"request_id", "tool_order"}, 1),
+        (head_and_tools("Request: {id}"), {"request_id", "tool_order"}, 128),
+        (head_and_tools("Now: 2026-11-29 10:{n:02}:01"), {"clock_time", "tool_order"}, 1),
+        (two_in_one_block(), {"request_id", "clock_time"}, 1),
+        (two_in_one_block(), {"request_id", "clock_time"}, 128),
+    ],
+)
+def test_breaks_that_hide_each_other_are_mended_together(
+    bodies: list[Body], kinds: set[str], block_size: int, tmp_path: Path
+) -> None:
+    before, after = diagnosed(bodies, tmp_path, block_size)
+    assert {item["class"] for item in before["breaks"] if item["status"] == "confirmed"} == kinds
+    assert not [item for item in after["breaks"] if item["status"] == "confirmed"]
+    assert after["hit_rate"] == pytest.approx(before["best_hit_rate"], abs=0.001)
+    assert after["hit_rate"] > 0.6 > 0.2 > before["hit_rate"]
+    saved = before["best_hit_rate"] * after["prompt_tokens"] - before["hit_rate"] * before["prompt_tokens"]
+    lost = sum(item["tokens_lost"] for item in before["breaks"])
+    assert lost == pytest.approx(saved, abs=0.03 * before["prompt_tokens"])

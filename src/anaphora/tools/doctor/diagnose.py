@@ -6,6 +6,7 @@ import itertools
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 from anaphora.tools.doctor import conversations, history, latent, slots, toolset
 from anaphora.tools.doctor.findings import Finding, Repair, Stage
@@ -138,21 +139,29 @@ def _price(
     """
     current = before
     breaks: list[Break] = []
+    vain: list[Break] = []
     waiting = list(found)
     while waiting:
-        vain: list[Break] = []
+        tried: list[Break] = []
         again = 0
         for finding in waiting:
             advance(f"mending: {finding.kind}")
             item, current = _mend(log, finding, stages, before, current, block_size)
             if item.repair is None:
-                vain.append(item)
+                tried.append(item)
             else:
                 breaks.append(item)
-                again = len(vain)
-        breaks += vain[again:]
-        waiting = [item.finding for item in vain[:again]]
-    return _placed_again(log, stages, before, current, breaks, block_size), breaks
+                again = len(tried)
+        vain += tried[again:]
+        waiting = [item.finding for item in tried[:again]]
+        if not waiting and vain:
+            advance("mending: several at once")
+            attempt = partial(run, log, stages, block_size=block_size)
+            joined, current = _together(vain, breaks, before, current, attempt)
+            breaks += joined
+            if joined:
+                waiting, vain = [item.finding for item in vain if item.repair is None], []
+    return _placed_again(log, stages, before, current, breaks, block_size), [*breaks, *vain]
 
 
 def _mend(
@@ -165,18 +174,90 @@ def _mend(
         tried.append((run(log, stages, block_size=block_size), repair))
         repair.switch(False)
     after, repair = min(tried, key=lambda entry: entry[0].computed)
-    saved = current.computed - after.computed
-    gains = [
-        gain
-        for n, c, m, d in zip(current.tokens, current.cached, after.tokens, after.cached, strict=True)
-        if (gain := (n - c) - (m - d)) >= LEAST_TOKENS
-    ]
-    enough = len(gains) > 1 or len(log.prompts) < FEW_REQUESTS or finding.kind in _COMES_AGAIN
-    if not (gains and enough and saved >= max(LEAST_SHARE * before.total, LEAST_TOKENS * len(gains))):
+    gains = _gains([finding], before, current, after)
+    if not gains:
         return Break(finding, None, 0, 0, before.hit_rate, "suspected"), current
     repair.switch(True)
+    saved = current.computed - after.computed
     rate = _rate(before, saved, after.total - current.total)
-    return Break(finding, repair, saved, len(gains), rate, finding.status), after
+    return Break(finding, repair, saved, gains, rate, finding.status), after
+
+
+def _gains(found: Sequence[Finding], before: Outcome, current: Outcome, after: Outcome) -> int:
+    """How many requests gain where ``current`` becomes ``after``; 0 where that is worth nothing, or may be chance."""
+    saved = current.computed - after.computed
+    gains = sum(
+        (n - c) - (m - d) >= LEAST_TOKENS
+        for n, c, m, d in zip(current.tokens, current.cached, after.tokens, after.cached, strict=True)
+    )
+    enough = gains > 1 or len(before.tokens) < FEW_REQUESTS or any(finding.kind in _COMES_AGAIN for finding in found)
+    return gains if enough and saved >= max(LEAST_SHARE * before.total, LEAST_TOKENS * gains) else 0
+
+
+def _together(
+    vain: Sequence[Break], mended: Sequence[Break], before: Outcome, current: Outcome, attempt: Callable[[], Outcome]
+) -> tuple[list[Break], Outcome]:
+    """Mend at once what saves nothing alone: two values in one block, or a break behind where another's value went.
+
+    Those that are needed are mended, and each is charged an equal share of what they save.
+    """
+    items = [*mended, *vain]
+    old = [item.repair for item in items]
+    tried: list[tuple[Outcome, list[Repair]]] = []
+    for way in _ways(items):
+        _switch(old, way)
+        tried.append((attempt(), way))
+        _switch(way, old)
+    after, way = min(tried, key=lambda entry: entry[0].computed)
+    if not _gains([item.finding for item in vain], before, current, after):
+        return [], current
+    _switch(old, way)
+    needed: list[tuple[Break, Repair]] = []
+    for item, repair in reversed(list(zip(vain, way[len(mended) :], strict=True))):
+        repair.switch(False)
+        without = attempt()
+        if _gains([item.finding], before, without, after):
+            repair.switch(True)
+            needed.insert(0, (item, repair))
+        else:
+            after = without
+    gains = _gains([item.finding for item, _ in needed], before, current, after) if needed else 0
+    if not gains:
+        _switch(way, old)
+        return [], current
+    for item, repair in (*zip(mended, way, strict=False), *needed):
+        item.repair = repair
+    saved = current.computed - after.computed
+    for item, _ in needed:
+        others = ", ".join(other.finding.kind for other, _ in needed if other is not item)
+        item.tokens_lost, item.requests, item.status = saved // len(needed), gains, item.finding.status
+        item.predicted_hit_rate = _rate(before, saved, after.total - current.total)
+        if others:
+            item.finding.note = "; ".join(filter(None, (item.finding.note, f"saves only together with {others}")))
+    return [item for item, _ in needed], after
+
+
+def _ways(items: Sequence[Break]) -> list[list[Repair]]:
+    """Repairs for all breaks: each where it is or its first one, then all that can at one place."""
+    ways: dict[tuple[str, ...], list[Repair]] = {}
+    for place in (None, *dict.fromkeys(repair.place for item in items for repair in item.finding.repairs)):
+        way = [
+            next((repair for repair in item.finding.repairs if repair.place == place), None)
+            or item.repair
+            or item.finding.repairs[0]
+            for item in items
+        ]
+        ways.setdefault(tuple(repair.place for repair in way), way)
+    return list(ways.values())
+
+
+def _switch(old: Sequence[Repair | None], new: Sequence[Repair | None]) -> None:
+    for repair in old:
+        if repair is not None:
+            repair.switch(False)
+    for repair in new:
+        if repair is not None:
+            repair.switch(True)
 
 
 def _placed_again(
