@@ -396,3 +396,9 @@ def test_the_start_warns_of_what_breaks_reuse_with_its_mend(tmp_path: Path) -> N
     assert found == {"--no-enable-prefix-caching", "--kv-cache-dtype fp8", "the chat template"}
     write_tokenizer(tmp_path, 300, CHATML)
     assert _pitfalls(good, tiny_info(), load_text(tmp_path, good)) == []
+
+
+def test_metrics_tell_the_data_type_that_the_cache_really_has(server: RunningServer) -> None:
+    families = text_string_to_metric_families(httpx.get(f"{server.url}/metrics").text)
+    (settings,) = (f.samples[0].labels for f in families if f.name == "vllm:cache_config_info")
+    assert settings["cache_dtype"] == "none"  # the fake runner's, whatever --kv-cache-dtype asks for

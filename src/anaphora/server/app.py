@@ -76,7 +76,7 @@ def cache_settings(config: EngineConfig, client: EngineClient) -> dict[str, str]
     model, cache = client.info.model, config.cache
     return {
         "block_size": str(model.block_size),
-        "cache_dtype": cache.kv_cache_dtype,
+        "cache_dtype": model.kv_dtype,
         "enable_prefix_caching": str(cache.enable_prefix_caching),
         "gpu_memory_utilization": str(cache.gpu_memory_utilization),
         "kv_cache_memory_bytes": str(cache.kv_cache_memory_bytes),

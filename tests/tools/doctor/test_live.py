@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import io
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from anaphora.errors import ConfigError
 from anaphora.observe.scrape import parse
 from anaphora.tools.doctor import DoctorOptions, run
 from anaphora.tools.doctor.advice import advise
 from anaphora.tools.doctor.live import figures, version_of
+from anaphora.tools.doctor.live_terminal import show
 from anaphora.tools.doctor.server import Seen
 from tests.tools.doctor import pages
 
@@ -27,6 +30,13 @@ def examined(
 
 def titles(data: dict[str, Any]) -> list[str]:
     return [step["title"] for step in data["advice"]]
+
+
+def shown(data: dict[str, Any]) -> list[str]:
+    console = Console(file=io.StringIO(), width=200)
+    show(data, console)
+    assert isinstance(console.file, io.StringIO)
+    return console.file.getvalue().splitlines()
 
 
 def test_the_figures_of_a_sample_and_since_the_start() -> None:
@@ -129,6 +139,18 @@ def test_anaphora_is_not_judged_by_vllms_versions() -> None:
     assert data["old"]["too_old"] is None
     assert data["since_start"]["requests_hit"] == {"at_least": 0.4, "at_most": 0.4}
     assert data["misses"] == {"diverged": 6}
+    assert data["since_start"]["requests_scheduled"] == 10
+    assert data["advice"][0]["do"].startswith("start it anew with --record")
+    assert "without a restart, anaphora record --upstream http://server:8000" in data["advice"][0]["do"]
+    lines = shown(data)
+    assert "why not more 6 diverged (of the requests scheduled)" in lines
+    assert any(line.split()[:3] == ["requests", "scheduled", "10"] for line in lines)
+    assert not any("requests scheduled" in line for line in shown(examined(pages.vllm(10))))
+
+
+@pytest.mark.parametrize(("dtype", "told"), [("auto", "in the model's own data type,"), ("bfloat16", "in bfloat16,")])
+def test_the_data_type_of_the_cache_is_named(dtype: str, told: str) -> None:
+    assert any(told in line for line in shown(examined(pages.vllm(10, dtype=dtype))) if line.startswith("KV cache"))
 
 
 def test_anaphora_tells_what_other_sizes_would_give() -> None:

@@ -142,9 +142,8 @@ def _share(window: dict[str, Any]) -> str:
 
 
 def _record(data: dict[str, Any]) -> str:
-    if data["engine"] == "Anaphora":
-        return "start it with --record log.jsonl --record-prompts, then: anaphora doctor log.jsonl"
-    return (
+    restart = "start it anew with --record log.jsonl --record-prompts, or, without a restart, "
+    return (restart if data["engine"] == "Anaphora" else "") + (
         f"anaphora record --upstream {data['url']} --port 8001 --out log.jsonl --record-prompts, send the traffic to "
         "port 8001 for a while, then: anaphora doctor log.jsonl"
     )

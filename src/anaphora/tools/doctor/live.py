@@ -164,6 +164,7 @@ def _window(growth: Growth, block_size: int | None) -> dict[str, Any]:
     prefill = growth.mean(_PREFILL) or growth.mean("sglang:per_stage_req_latency_seconds", stage="prefill_forward")
     window = {
         "requests": None if requests is None else round(requests),
+        "requests_scheduled": growth.total("anaphora:requests_scheduled_total"),
         "prompt_tokens": growth.total("vllm:prompt_tokens_total", "sglang:prompt_tokens_total"),
         "unit": looked.unit if looked else None,
         "looked_up": looked.looked_up if looked else None,

@@ -30,6 +30,7 @@ def _range(value: dict[str, float]) -> str:
 
 
 _ROWS: tuple[tuple[str, str, Callable[[Any], str]], ...] = (
+    ("requests scheduled", "requests_scheduled", _count),
     ("requests ended", "requests", _count),
     ("prompt tokens", "prompt_tokens", _count),
     ("prompt, mean", "mean_prompt", _count),
@@ -45,6 +46,8 @@ _ROWS: tuple[tuple[str, str, Callable[[Any], str]], ...] = (
 )
 _OF_REQUESTS = {"mean_prompt", "hit_rate", "requests_hit", "prefill_s", "prefill_share", "queue_s", "ttft_s"}
 _OF_REQUESTS |= {"latency_s", "external_rate"}
+_FEW_TELL = {"requests_scheduled", "external_rate"}
+"""Rows that are left out where the server does not tell them."""
 
 
 def show(data: dict[str, Any], console: Console) -> None:
@@ -66,7 +69,7 @@ def show(data: dict[str, Any], console: Console) -> None:
         console.print(_line(f"  {name}", f"hit rate {rate}"))
     if data["misses"]:
         why = ", ".join(f"{count:,} {reason}" for reason, count in data["misses"].items())
-        console.print(_line("why not more", why))
+        console.print(_line("why not more", f"{why} (of the requests scheduled)"))
     if data["sizes"]:
         rates = ", ".join(f"{rate:.1%} at {size:g} times its size" for size, rate in data["sizes"].items())
         console.print(_line("the cache", f"hit rate since the start {rates}"))
@@ -82,7 +85,7 @@ def _title(data: dict[str, Any]) -> str:
 
 
 def _line(name: str, text: str) -> Text:
-    return Text(f"{name:12}", style="dim") + Text(text)
+    return Text(f"{name:13}", style="dim") + Text(text)
 
 
 def _caching(data: dict[str, Any]) -> str:
@@ -101,7 +104,7 @@ def _cache(cache: dict[str, Any]) -> str:
     if cache["tokens"] is not None:
         parts.append(f"{cache['tokens']:,} tokens in all")
     if cache["dtype"]:
-        parts.append(f"in {cache['dtype']}")
+        parts.append("in the model's own data type" if cache["dtype"] == "auto" else f"in {cache['dtype']}")
     if cache["used_mean"] is None:
         parts.append("use unknown")
     else:
@@ -120,7 +123,7 @@ def _table(data: dict[str, Any]) -> Table:
         table.add_column(name, justify="right")
     unit = next((window["unit"] for _, window in windows if window["unit"]), "tokens")
     for title, key, form in _ROWS:
-        if key == "external_rate" and not any(window[key] for _, window in windows):
+        if key in _FEW_TELL and not any(window[key] for _, window in windows):
             continue
         table.add_row(title.format(unit=unit), *(_cell(window, key, form) for _, window in windows))
     return table
