@@ -159,6 +159,10 @@ EACH_DAY = _plants(
     german=("Heute: {}", lambda d: f"{14 + d}. September 2026"),
     french=("Nous sommes le {}", lambda d: f"{14 + d} septembre 2026"),
     chinese=("今天是{}", lambda d: f"2026年9月{14 + d}日"),
+    chinese_weekday=("今天是星期{}。", lambda d: "一二三"[d]),
+    thai=("วันนี้คือ {}", lambda d: ("30 เมษายน 2569", "1 พฤษภาคม 2569", "2 พฤษภาคม 2569")[d]),
+    hindi=("आज {}", lambda d: ("31 जनवरी 2026", "1 फ़रवरी 2026", "2 फ़रवरी 2026")[d]),
+    end_of_month=("Today: {}", lambda d: ("30 September 2026", "1 October 2026", "2 October 2026")[d]),
     weekday=("It is {} today.", lambda d: ("Monday", "Tuesday", "Wednesday")[d]),
 )
 EACH_CONVERSATION = [
@@ -168,6 +172,7 @@ EACH_CONVERSATION = [
     *_plants(
         "user_data",
         mail=("User: {}", lambda c: NAMES[c % 8].lower().replace(" ", ".") + "@example.org"),
+        phone=("Caller: {}", lambda c: f"+49 30 {random.Random(c % 4).randint(10**6, 10**7 - 1)}"),
         prose=("{} has been with us for many years and likes short answers.", lambda c: NAMES[c % 8]),
         profile=(
             "profile = {}",

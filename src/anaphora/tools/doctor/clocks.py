@@ -15,9 +15,9 @@ def _any(words: list[str]) -> str:
     return "(?:" + "|".join(sorted({re.escape(word) for word in words}, key=len, reverse=True)) + ")"
 
 
-_MONTH = rf"{_any(_MONTHS)}\b\.?"
+_MONTH = rf"{_any(_MONTHS)}(?!\w)\.?"
 _DAY_NAME = (
-    rf"(?:\b{_any(_WEEKDAYS)}\b\.?"
+    rf"(?:\b{_any(_WEEKDAYS)}(?!\w)\.?"
     r"|(?:星期|礼拜|禮拜|[周週])[一二三四五六日天]|[月火水木金土日]曜日?|[월화수목금토일]요일)"
 )
 _WEEKDAY = rf"(?:{_DAY_NAME},?\s+)?"
@@ -59,7 +59,7 @@ _BETWEEN = (
 DATE = re.compile(_WEEKDAY + f"(?:{_DATE})", re.IGNORECASE)
 TIME = re.compile(f"(?:{_DAY_NAME},?\\s)?(?:{_TIME})", re.IGNORECASE)
 EPOCH = re.compile(_EPOCH)
-DAY_NAME = re.compile(rf"{_DAY_NAME}|{_MONTH}", re.IGNORECASE)
+DAY_NAME = re.compile(rf"{_DAY_NAME}|\b{_MONTH}", re.IGNORECASE)
 _renamed = _DATE.replace("?P<s>", "?P<u>").replace("?P=s", "?P=u").replace("?P<t>", "?P<v>").replace("?P=t", "?P=v")
 DATETIME = re.compile(
     rf"{_WEEKDAY}(?:{_DATE}){_BETWEEN}(?:{_TIME})(?:\s(?:19|20)\d\d\b)?"

@@ -15,7 +15,7 @@ from anaphora.tools.doctor.patterns import Pattern, Patterns, Span, common_prefi
 from anaphora.tools.doctor.prompts import Prompt, Segment
 from anaphora.tools.doctor.store import Store
 from anaphora.tools.doctor.toolset import SETS
-from anaphora.tools.doctor.values import LONG_TEXT, canonical, classify, spelt_alike, widen
+from anaphora.tools.doctor.values import LONG_TEXT, are_times, canonical, classify, spelt_alike, widen
 from anaphora.tools.doctor.variation import Occurrence
 
 LONG_LINE = 100
@@ -145,7 +145,7 @@ def _families(pattern: Pattern, store: Store) -> list[Pattern]:
         spans = pattern.fit(text) or []
         kinds[tuple(_shape(text[start:end]) for start, end in spans)].append(number)
     first = [value[0] for value in kinds if value]
-    if len(first) > 1 and spelt_alike(first):
+    if len(first) > 1 and (spelt_alike(first) or are_times(first)):
         return [pattern]
     several = [members for members in kinds.values() if len(members) > 2]
     if pattern.shared < len(pattern.model) - LONG_TEXT or max(map(len, kinds)) > PARTED_SLOTS:

@@ -63,7 +63,8 @@ def widen(text: str, start: int, end: int) -> tuple[int, int]:
         spans = [(s, e) for s, e, _ in clocks.matches(window)]
         if _ROOTED.match(text, *token) is None:  # what changes in a path is part of the path
             spans += [m.span() for m in _UUID.finditer(window)]
-        covering = [(s + low, e + low) for s, e in spans if s + low <= start and e + low >= end]
+        for found in (spans, [m.span() for m in clocks.DAY_NAME.finditer(window)]):
+            covering = covering or [(s + low, e + low) for s, e in found if s + low <= start and e + low >= end]
     if covering:
         return min(covering, key=lambda span: span[1] - span[0])
     return token
@@ -237,6 +238,11 @@ def _alike(values: Sequence[str]) -> str | None:
     return next((kind for kind, test in _ALIKE if test(values)), None)
 
 
+def are_times(values: Sequence[str]) -> bool:
+    """Whether the values are dates or times, be they of other months, whose names differ."""
+    return _clock(values) is not None
+
+
 def spelt_alike(values: Sequence[str]) -> bool:
     """Whether values say the same, and only spaces, key order or a repeated BOS token make them differ."""
     return _alike(values) is not None
@@ -287,7 +293,7 @@ def _identifier(values: Sequence[str], varies: Variation, hint: str | None) -> s
         return hint if hint in ("user_data", "hash", "session_id") else "session_id"
     if hint == "hash" or (hint in ("session_id", "user_data", "request_id") and not varies.each_session):
         return hint
-    if _mostly(values, lambda value: _HEX.fullmatch(value) is not None):
+    if _mostly(values, lambda value: _HEX.fullmatch(value) is not None) and not _mostly(values, str.isdecimal):
         if not varies.each_request or _mostly(values, lambda value: len(value) in (40, 64)):
             return "hash"
         return "request_id"
