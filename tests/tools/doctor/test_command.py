@@ -65,6 +65,19 @@ def test_report_files_and_exit_code(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert "message 0 (system)" in shown
 
 
+def test_a_cost_of_a_day_that_cannot_be_told_in_money(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    log, out = write(tmp_path / "log.jsonl", stamped()), tmp_path / "out.json"
+    run(DoctorOptions(log=log, json=str(out), per_day=1200, gpu_hour_price=3.6))
+    data = json.loads(out.read_text())
+    (item,) = data["breaks"]
+    assert item["tokens_a_day"] == pytest.approx(item["tokens_lost"] * 100)
+    assert "cost_a_day" not in item
+    assert ["--prefill-rate" in warning for warning in data["warnings"]] == [True]
+    assert f"{item['tokens_lost'] * 100:,} tokens a day" in " ".join(capsys.readouterr().out.split())
+    run(DoctorOptions(log=log, json=str(out), gpu_hour_price=3.6))
+    assert ["needs --per-day" in warning for warning in json.loads(out.read_text())["warnings"]] == [True]
+
+
 def test_the_fixed_log_says_the_same_and_hits(tmp_path: Path) -> None:
     bodies = stamped()
     fixed = tmp_path / "fixed.jsonl"

@@ -33,7 +33,7 @@ def as_json(diagnosis: Diagnosis, options: DoctorOptions, prices: dict[str, Pric
         "limits": dict(diagnosis.limits),
         "reported": reported(log.prompts, prices),
         "bad_lines": {"count": log.bad_lines, "first": [{"line": n, "why": why} for n, why in log.bad]},
-        "warnings": _warnings(diagnosis),
+        "warnings": _warnings(diagnosis, options, rate),
     }
     if diagnosis.limited is not None:
         data["limited"] = {"cache_tokens": options.cache_tokens, "hit_rate": diagnosis.limited.hit_rate}
@@ -65,11 +65,13 @@ def _break(item: Break, diagnosis: Diagnosis, options: DoctorOptions, rate: floa
         "place": item.repair.place if item.repair else None,
         "repair": advice,
     }
-    if options.per_day and seconds is not None:
-        a_day = seconds / len(diagnosis.log.prompts) * options.per_day
-        data["seconds_a_day"] = a_day
-        if options.gpu_hour_price:
-            data["cost_a_day"] = a_day / 3600 * options.gpu_hour_price
+    if options.per_day:
+        days = options.per_day / len(diagnosis.log.prompts)
+        data["tokens_a_day"] = item.tokens_lost * days
+        if seconds is not None:
+            data["seconds_a_day"] = seconds * days
+            if options.gpu_hour_price:
+                data["cost_a_day"] = seconds * days / 3600 * options.gpu_hour_price
     return data
 
 
@@ -105,9 +107,16 @@ def reported(prompts: Sequence[Prompt], prices: dict[str, Prices]) -> dict[str, 
     }
 
 
-def _warnings(diagnosis: Diagnosis) -> list[str]:
+def _warnings(diagnosis: Diagnosis, options: DoctorOptions, rate: float | None) -> list[str]:
     log = diagnosis.log
     found = []
+    if options.gpu_hour_price and not options.per_day:
+        found.append("--gpu-hour-price needs --per-day: without it there is no cost of a day")
+    elif options.per_day and rate is None:
+        found.append(
+            "what breaks cost a day is told in tokens only, since the log has no times of prefill: "
+            "say with --prefill-rate how many prompt tokens the machine computes in a second"
+        )
     if log.dropped_tools:
         found.append(
             f"the chat template does not show the tools of {log.dropped_tools} requests: "

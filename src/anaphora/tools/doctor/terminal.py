@@ -106,8 +106,10 @@ def show_break(number: int, item: dict[str, Any], data: dict[str, Any], console:
     cost = f"   costs {item['tokens_lost']:,} tokens ({share:.1%}) in {item['requests']:,} requests"
     if item["seconds_lost"] is not None:
         cost += f", {item['seconds_lost']:,.1f} s of prefill"
+    if "tokens_a_day" in item:
+        cost += f"; {item['tokens_a_day']:,.0f} tokens a day"
     if "seconds_a_day" in item:
-        cost += f"; {item['seconds_a_day']:,.0f} s a day"
+        cost += f", {item['seconds_a_day']:,.0f} s a day"
     if "cost_a_day" in item:
         cost += f", {item['cost_a_day']:,.2f} a day"
     console.print(cost, highlight=False)
