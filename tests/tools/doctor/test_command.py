@@ -116,7 +116,10 @@ def test_a_regression_since_an_earlier_log(tmp_path: Path, capsys: pytest.Captur
     stamped_bodies = [{**body, "model": "large"} for body in stamped()]
     earlier = write(tmp_path / "earlier.jsonl", [*fine, *({**body, "model": "large"} for body in bodies)])
     out = tmp_path / "out.json"
-    run(DoctorOptions(log=write(tmp_path / "now.jsonl", [*fine, *stamped_bodies]), baseline=earlier, json=str(out)))
+    now = write(tmp_path / "now.jsonl", [*fine, *stamped_bodies])
+    assert run(DoctorOptions(log=now, baseline=now)) == 0
+    capsys.readouterr()
+    assert run(DoctorOptions(log=now, baseline=earlier, json=str(out))) == 1
     data = json.loads(out.read_text())
     routes = {route["route"]: route for route in data["baseline"]["routes"]}
     assert {name: route["regression"] for name, route in routes.items()} == {"large": True, "small": False}
@@ -202,7 +205,17 @@ def test_an_empty_log_is_no_log(tmp_path: Path) -> None:
         run(DoctorOptions(log=str(tmp_path / "log.jsonl")))
 
 
-@pytest.mark.parametrize("wrong", [{}, {"log": "a", "min_hit_rate": 2.0}, {"log": "a", "block_size": 0}])
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {},
+        {"log": "a", "min_hit_rate": 2.0},
+        {"log": "a", "block_size": 0},
+        {"log": "a", "json": "-"},
+        {"log": "a", "fix": "-"},
+        {"log": "-", "baseline": "-"},
+    ],
+)
 def test_wrong_options(wrong: dict[str, object]) -> None:
     with pytest.raises(ConfigError):
         DoctorOptions(**wrong)  # type: ignore[arg-type]
@@ -224,3 +237,19 @@ def test_limits(tmp_path: Path) -> None:
         assert data["hit_rate"] == 0
         assert data["breaks"] == []
         assert {limit: count for limit, count in data["limits"].items() if count} == {"cold": 1, name: 5}
+
+
+@pytest.mark.parametrize("block_size", [1, 16, 128, 512])
+def test_a_limited_cache_never_beats_the_unlimited_one(block_size: int, tmp_path: Path) -> None:
+    heads = [logs.conversations(count=6, turns=3, head=logs.rules(seed, 40)) for seed in range(2)]
+    made = logs.interleaved(bodies for pair in zip(*heads, strict=True) for bodies in pair)
+    log, out = write(tmp_path / "log.jsonl", made), tmp_path / "out.json"
+    rates = []
+    for tokens in (1_500, 4_000, 1_000_000):
+        run(DoctorOptions(log=log, json=str(out), block_size=block_size, cache_tokens=tokens))
+        data = json.loads(out.read_text())
+        assert data["limited"]["hit_rate"] <= data["hit_rate"]
+        rates.append(data["limited"]["hit_rate"])
+    assert rates[0] <= rates[1] <= rates[2]
+    assert rates[0] < rates[2] == pytest.approx(data["hit_rate"])
+    assert data["limits"]["cache_too_small"] == 0

@@ -27,7 +27,10 @@ _STYLES = {"good": "green", "breaks": "bold red", "note": "yellow"}
 
 
 def main(options: DoctorOptions) -> int:
-    """Examine, print, write the files. 1 where the hit rate is below ``min_hit_rate``, 2 where a server went away."""
+    """Examine, print, write the files.
+
+    1 where the hit rate is below ``min_hit_rate`` or has fallen since ``baseline``, 2 where a server went away.
+    """
     for name in (options.json, options.html, options.fix):
         if name and Path(name).is_dir():
             raise ConfigError(f"{name} is a folder: name a file")
@@ -56,7 +59,7 @@ def main(options: DoctorOptions) -> int:
     if options.json:
         _write(options.json, msgspec.json.format(msgspec.json.encode(data), indent=2).decode() + "\n")
     low = options.min_hit_rate is not None and data["hit_rate"] < options.min_hit_rate
-    return 1 if low else 0
+    return 1 if low or (options.baseline and data["baseline"]["regression"]) else 0
 
 
 def _server(options: DoctorOptions) -> int:

@@ -90,7 +90,7 @@ def diagnose(
     limited = None
     if cache_tokens is not None:
         advance("running the log with the limited cache")
-        limited = run_limited(log, cache_tokens, max(block_size, 16))
+        limited = run_limited(log, cache_tokens, block_size)
     diagnosis = Diagnosis(log, before, best, breaks, limited=limited, conversations=len(set(own)), stages=stages)
     diagnosis.limits = _limits(diagnosis, block_size)
     return diagnosis
@@ -315,7 +315,7 @@ def _limits(diagnosis: Diagnosis, block_size: int) -> Counter[str]:
         if (a - b) - (c - d) >= LEAST_TOKENS
     }
     shared = _without_roots(log) if len({prompt.root for prompt in log.prompts}) > 1 else None
-    for prompt, found, tokens in zip(log.prompts, before.found, before.tokens, strict=True):
+    for prompt, found, tokens, cached in zip(log.prompts, before.found, before.tokens, before.cached, strict=True):
         if prompt.number in gained:
             continue
         if shared is not None and shared[prompt.number] > found.tokens + COLD_TOKENS:
@@ -326,7 +326,7 @@ def _limits(diagnosis: Diagnosis, block_size: int) -> Counter[str]:
             limits["cold"] += 1
         else:
             limits["ended"] += 1
-        if diagnosis.limited is not None and diagnosis.limited.cached[prompt.number] + COLD_TOKENS < found.tokens:
+        if diagnosis.limited is not None and diagnosis.limited.cached[prompt.number] + COLD_TOKENS <= cached:
             limits["cache_too_small"] += 1
     return limits
 

@@ -22,7 +22,9 @@ class DoctorOptions:
     cache_tokens: int | None = option(
         None, "also run the log with a cache of this many tokens", parse=parse_count, metavar="N"
     )
-    baseline: str | None = option(None, "an earlier log to compare with: what has become worse", metavar="LOG")
+    baseline: str | None = option(
+        None, "an earlier log to compare with: what has become worse (exit with 1)", metavar="LOG"
+    )
     heads: bool = option(False, "show the first 200 characters of the prompts, with what changes in them")
     fix: str | None = option(None, "write the log with the repairs to this file", metavar="OUT")
     template: str | None = option(
@@ -51,6 +53,11 @@ class DoctorOptions:
         return self.log is not None and self.log.startswith(("http://", "https://"))
 
     def __post_init__(self) -> None:
+        for name in ("json", "html", "fix"):
+            if getattr(self, name) == "-":
+                raise ConfigError(f"--{name} writes a file beside the report on standard output: name one instead of -")
+        if self.log == self.baseline == "-":
+            raise ConfigError("the log and --baseline cannot both be standard input: give one of them as a file")
         if self.is_server:
             self._check_server()
         if self.log is None and self.template is None and self.serve_flags is None:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from anaphora.cache.hashing import TOKEN_BYTES
 from anaphora.tools.doctor.findings import Stage
 from anaphora.tools.doctor.load import Log
-from anaphora.tools.doctor.simulate import Found, LimitedCache, UnlimitedCache
+from anaphora.tools.doctor.simulate import LIMITED_BLOCK, Found, LimitedCache, UnlimitedCache
 
 
 @dataclass(slots=True)
@@ -60,10 +60,14 @@ def run(log: Log, stages: Sequence[Stage] = (), *, block_size: int = 1, keep: bo
 
 
 def run_limited(log: Log, capacity: int, block_size: int) -> Outcome:
-    """The log as it is through a cache of ``capacity`` tokens with the engine's own eviction."""
-    cache, outcome = LimitedCache(capacity, block_size), Outcome()
+    """The log as it is through a cache of ``capacity`` tokens with the engine's own eviction.
+
+    Whole blocks of ``block_size`` tokens are reused; with 1 a cache of LIMITED_BLOCK that is exact to the token.
+    """
+    cache, outcome = LimitedCache(capacity, block_size if block_size > 1 else LIMITED_BLOCK), Outcome()
     for prompt in log.prompts:
         packed = log.store.packed(prompt.pieces)
         outcome.tokens.append(len(packed) // TOKEN_BYTES)
-        outcome.cached.append(cache.look(packed, prompt.number, prompt.root))
+        found = cache.look(packed, prompt.number, prompt.root)
+        outcome.cached.append(found - found % block_size)
     return outcome
