@@ -28,6 +28,15 @@ from tests.support.tokenizers import write_tokenizer
         ("vllm serve m --lora-modules a=x b=y", "vllm", "m", {"--lora-modules": "a=x b=y"}),
         ("vllm serve m --compilation-config.mode 3", "vllm", "m", {"--compilation-config.mode": "3"}),
         ("vllm serve 'my model' # in production", "vllm", "my model", {}),
+        (
+            "python3 -m sglang.launch_server --model-path m --tp=2 --disable-radix-cache | tee log",
+            *("sglang", "m", {"--model-path": "m", "--tp": "2", "--disable-radix-cache": True}),
+        ),
+        ("/opt/llama-server -m x.gguf -c 4096", "llama.cpp", "x.gguf", {"-m": "x.gguf", "-c": "4096"}),
+        ("docker run ghcr.io/ggml-org/llama.cpp:server -m x.gguf", "llama.cpp", "x.gguf", {"-m": "x.gguf"}),
+        ("-m x.gguf", "llama.cpp", "x.gguf", {"-m": "x.gguf"}),
+        ("--disable-radix-cache", "sglang", None, {"--disable-radix-cache": True}),
+        ("docker run vllm/vllm-openai:v0.6.0 vllm serve m", "vllm", "m", {}),
         ("vllm", "vllm", None, {}),
         ("", "vllm", None, {}),
     ],
@@ -131,3 +140,27 @@ def test_a_log_says_how_long_system_texts_are_and_who_scores_prompts(tmp_path: P
 def test_what_cannot_be_read_is_refused(command: str) -> None:
     with pytest.raises(ConfigError, match="serve-flags"):
         run(DoctorOptions(serve_flags=command))
+
+
+@pytest.mark.parametrize(
+    ("command", "setting"),
+    [
+        ("docker run -p 80:80 vllm/vllm-openai:v0.6.0 --model m", "version"),
+        ("docker run docker.io/vllm/vllm-openai:v0.7.3@sha256:ab --model m", "version"),
+        ("docker run vllm/vllm-openai:v0.6.0 --model m --enable-prefix-caching", None),
+        ("docker run vllm/vllm-openai:v0.8.0 --model m", None),
+        ("docker run vllm/vllm-openai:latest --model m", None),
+        ("python -m sglang.launch_server --model-path m --disable-radix-cache", "--disable-radix-cache"),
+        ("python -m sglang.launch_server --model-path m --page-size 1", None),
+        ("llama-server -m x.gguf --no-cache-prompt", "--no-cache-prompt"),
+        ("llama-server -m x.gguf -fa on", None),
+    ],
+)
+def test_reuse_that_another_server_or_an_old_version_turns_off(
+    tmp_path: Path, command: str, setting: str | None
+) -> None:
+    code, found = examined(tmp_path, command)
+    assert settings(found) - {"--enable-prompt-tokens-details"} == ({setting} if setting else set())
+    assert code == (1 if setting else 0)
+    assert not found["unknown"]
+    assert any("no other flag" in note for note in found["notes"]) == ("vllm" not in command)

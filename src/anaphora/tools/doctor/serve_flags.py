@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import re
 import shlex
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from importlib.resources import files
 from pathlib import Path
@@ -17,6 +18,7 @@ from anaphora.pitfalls import USUAL_BLOCK, Pitfall, Setup, pitfalls
 from anaphora.text import habits
 from anaphora.text.chat import ChatTemplate
 from anaphora.text.tokenizer import read_object
+from anaphora.tools.doctor.live import version_of
 from anaphora.tools.doctor.load import Model
 from anaphora.tools.doctor.options import DoctorOptions
 from anaphora.tools.doctor.read import read
@@ -24,8 +26,15 @@ from anaphora.tools.doctor.template import load_template
 
 T = TypeVar("T")
 
-_MODULE = "vllm.entrypoints.openai.api_server"
-_IMAGE = "vllm/vllm-openai"
+_STARTS = {
+    "vllm.entrypoints.openai.api_server": "vllm",
+    "sglang.launch_server": "sglang",
+    "llama-server": "llama.cpp",
+}
+_IMAGE = re.compile(r"(?:.*/)?(vllm/vllm-openai|lmsysorg/sglang|ggml-org/llama\.cpp)(?::([^@/]+))?(?:@.+)?")
+_IMAGES = {"vllm/vllm-openai": "vllm", "lmsysorg/sglang": "sglang", "ggml-org/llama.cpp": "llama.cpp"}
+_OFF = {"sglang": "--disable-radix-cache", "llama.cpp": "--no-cache-prompt"}
+"""Of servers whose flags are not known here: the one that turns reuse off."""
 _ENDS = frozenset({";", "&&", "||", "|", ">", ">>", "2>&1", "&"})
 _BYTES = {"auto": 2, "bfloat16": 2, "float16": 2, "float32": 4}
 LOOKED_AT = 1000
@@ -34,9 +43,13 @@ LOOKED_AT = 1000
 
 @dataclass(slots=True)
 class Typed:
-    """A command line: flags by their long names, a switch as True or False. ``unknown`` says what no server knows."""
+    """A command line: flags by their long names, a switch as True or False. ``unknown`` says what no server knows.
+
+    ``version`` is the tag of a container image.
+    """
 
     engine: str
+    version: str | None = None
     model: str | None = None
     flags: dict[str, str | bool] = field(default_factory=dict)
     unknown: list[str] = field(default_factory=list)
@@ -63,17 +76,22 @@ class Typed:
 def read_command(command: str) -> Typed:
     """Take a command line of ``vllm serve`` or ``anaphora serve`` apart, or its flags alone (read as vLLM's).
 
+    One of SGLang or llama.cpp is known as such, and its flags are taken as they are.
+
     What stands before the server's own arguments (variables, docker, python -m) is passed over.
     """
     try:
         words = shlex.split(command.replace("\\\n", " "), comments=True)
     except ValueError as error:
         raise ConfigError(f"--serve-flags cannot be taken apart: {error} in {command!r:.200}") from None
-    begin, engine = _begin(words)
-    typed = Typed(engine)
-    words = words[begin:]
+    begin, engine, version = _begin(words)
+    end = next((at for at in range(begin, len(words)) if words[at] in _ENDS), len(words))
+    words = words[begin:end]
+    if engine in _OFF:
+        return _read_other(words, engine)
+    typed = Typed(engine, version)
     at = 0
-    while at < len(words) and words[at] not in _ENDS:
+    while at < len(words):
         word = words[at]
         at += 1
         if not word.startswith("-"):
@@ -98,21 +116,47 @@ def read_command(command: str) -> Typed:
     return typed
 
 
-def _begin(words: list[str]) -> tuple[int, str]:
-    """Where the server's own arguments begin, and whose they are."""
+def _read_other(words: list[str], engine: str) -> Typed:
+    """A command line whose flags are not known here: what stands behind a flag is its value."""
+    typed = Typed(engine)
+    for word, behind in zip(words, [*words[1:], "-"], strict=True):
+        if word.startswith("-"):
+            name, equals, value = word.partition("=")
+            typed.flags[name] = value if equals else True if behind.startswith("-") else behind
+    typed.model = typed.text("-m") or typed.text("--model") or typed.text("--model-path")
+    return typed
+
+
+def _begin(words: list[str]) -> tuple[int, str, str | None]:
+    """Where the server's own arguments begin, whose they are, and the tag of its image."""
+    found: tuple[int, str, str | None] | None = None
     for at, word in enumerate(words):
-        if word == "serve" and at and Path(words[at - 1]).name in ("vllm", "anaphora"):
-            return at + 1, Path(words[at - 1]).name
-        if word == _MODULE or word.partition(":")[0] == _IMAGE:
-            return at + 1, "vllm"
-    named = next((name for name in ("anaphora", "vllm") if words[:1] == [name]), None)
-    return (1, named) if named else (0, "vllm")
+        name = Path(word).name
+        if word == "serve" and at and Path(words[at - 1]).name in ("vllm", "anaphora", "sglang"):
+            return at + 1, Path(words[at - 1]).name, found[2] if found else None
+        if name in _STARTS:
+            return at + 1, _STARTS[name], found[2] if found else None
+        if not found and (image := _IMAGE.fullmatch(word)):
+            found = at + 1, _IMAGES[image[1]], image[2]
+    if found:
+        return found
+    if words and words[0] in ("anaphora", "vllm"):
+        return 1, words[0], None
+    alone = bool(words) and words[0].startswith("-")
+    others = (engine for engine, flag in _OFF.items() if flag in words)
+    return 0, next(others, "llama.cpp" if "-m" in words else "vllm") if alone else "vllm", None
 
 
 def examine(options: DoctorOptions, model: Model) -> tuple[Typed, list[Pitfall], list[str]]:
     """The command line, what is wrong with it, and what could not be looked at."""
     assert options.serve_flags is not None
     typed = read_command(options.serve_flags)
+    if typed.engine in _OFF:
+        return (
+            typed,
+            list(_turned_off(typed)),
+            [f"of {typed.engine} only {_OFF[typed.engine]} is judged, no other flag"],
+        )
     notes = (
         [f"--config {typed.flags['--config']} was not read: give its settings as flags"]
         if "--config" in typed.flags
@@ -143,7 +187,21 @@ def examine(options: DoctorOptions, model: Model) -> tuple[Typed, list[Pitfall],
         prompt_logprobs=scored,
         template=tuple((check.problem, check.mend) for check in checks if check.problem and check.breaks),
     )
-    return typed, pitfalls(setup), notes
+    return typed, [*_turned_off(typed), *pitfalls(setup)], notes
+
+
+def _turned_off(typed: Typed) -> Iterator[Pitfall]:
+    """Reuse that is off by another server's flag, or by default in an old version."""
+    flag = _OFF.get(typed.engine)
+    if flag in typed.flags:
+        yield Pitfall(flag, "prefix caching is off: every prompt is computed whole", "leave the flag out")
+    version = version_of(typed.version)
+    if flag is None and version and version < (0, 8, 0) and "--enable-prefix-caching" not in typed.flags:
+        yield Pitfall(
+            f"version {typed.version}",
+            "before 0.8 prefix caching is off by default: every prompt is computed whole",
+            "take a newer version, or, from 0.4 on, add --enable-prefix-caching",
+        )
 
 
 def _folder(typed: Typed, options: DoctorOptions) -> Path | None:
