@@ -96,7 +96,7 @@ def test_no_page_names_a_flag_that_is_not_there() -> None:
     }
     data = vllm_flags._data()
     known |= {flag for kind in ("accepted", "absent") for group in data[kind] for flag in group["flags"]}
-    known |= {"--enable-metrics", "--metrics"}  # SGLang's and llama.cpp's
+    known |= {"--enable-metrics", "--metrics", "--disable-radix-cache", "--no-cache-prompt"}  # SGLang's and llama.cpp's
     for page in PAGES:
         text = re.sub(r"^pip .*$", "", page.read_text("utf-8"), flags=re.MULTILINE)  # pip has flags of its own
         assert set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", text)) <= known, page.name

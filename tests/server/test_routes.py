@@ -192,6 +192,8 @@ async def test_keys_guard_all_but_the_probes(tmp_path: Path) -> None:
             assert response.json()["error"]["type"] == "invalid_api_key"
         assert not bench.engine.seen
         assert (await bench.client.get("/v1/models")).status_code == 401
+        assert (await bench.client.get("/v1/completions")).status_code == 401
+        assert (await bench.client.get("/v1/completion")).status_code == 404
         good = await bench.client.post("/v1/completions", json=body, headers={"authorization": "bearer first"})
         assert good.status_code == 200
 

@@ -59,7 +59,7 @@ def build_app(service: Service) -> ASGIApp:
         exception_handlers={AnaphoraError: on_error, HTTPException: on_http_error, Exception: on_crash},
     )
     keys = service.config.api_key
-    return Straight(KeyGuard(app, keys) if keys else app)
+    return Straight(KeyGuard(app, keys, app.routes) if keys else app)
 
 
 def load_text(folder: Path, config: EngineConfig) -> TextSide:

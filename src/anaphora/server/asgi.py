@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 import hmac
 import time
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any
 
 from starlette.datastructures import Headers
+from starlette.routing import BaseRoute, Match
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from anaphora.errors import AnaphoraError, BodyTooLarge, InvalidRequest, Unauthorized
@@ -25,18 +26,23 @@ DRAIN_BYTES = 64 * 2**20
 
 
 class KeyGuard:
-    """Asks for ``Authorization: Bearer KEY`` on all paths but the open ones."""
+    """Asks for ``Authorization: Bearer KEY`` on the paths of ``routes`` but for the open ones; others are not there."""
 
-    def __init__(self, app: ASGIApp, keys: tuple[str, ...]) -> None:
+    def __init__(self, app: ASGIApp, keys: tuple[str, ...], routes: Sequence[BaseRoute]) -> None:
         self._app = app
+        self._routes = routes
         self._keys = tuple(key.encode() for key in keys)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["path"] in OPEN_PATHS or self._admits(scope):
+        if scope["type"] != "http" or not self._guards(scope) or self._admits(scope):
             await self._app(scope, receive, send)
             return
         error = Unauthorized("the API key is missing or wrong: send the header Authorization: Bearer KEY")
         await error_response(error, {"www-authenticate": "Bearer"})(scope, receive, send)
+
+    def _guards(self, scope: Scope) -> bool:
+        known = any(route.matches(scope)[0] != Match.NONE for route in self._routes)
+        return known and scope["path"] not in OPEN_PATHS
 
     def _admits(self, scope: Scope) -> bool:
         scheme, _, token = Headers(scope=scope).get("authorization", "").partition(" ")
