@@ -123,3 +123,22 @@ def test_the_page_names_the_commit_of_every_row() -> None:
     text = PAGE.read_text("utf-8")
     assert all(row["commit"][:7] in text for row in ROWS.values())
     assert all(version in text for version in H200["versions"].values())
+
+
+def test_the_figures_of_the_cpu_are_the_stored_ones() -> None:
+    text = (ROOT / "docs" / "benchmark.md").read_text("utf-8")
+    link = re.search(r"\.\./(benchmarks/results/cpu-[\d-]+\.json)", text)
+    assert link
+    rows: dict[str, Row] = json.loads((ROOT / link[1]).read_text("utf-8"))["rows"]
+    for name, row in rows.items():
+        if "on" not in row:
+            continue
+        off, on = row.get("off"), row["on"]
+        cells = [f"{side['requests_per_s']:.2f}" if side else "–" for side in (off, on)]
+        cells.append(f"{on['requests_per_s'] / off['requests_per_s']:.2f}" if off else "–")
+        cells += [f"{side['prefill_mean_s']:.2f}" if side else "–" for side in (off, on)]
+        cells += [f"{1000 * side['itl_p50_s']:.0f}" if side else "–" for side in (off, on)]
+        assert f"| `{name}` | {' | '.join(cells)} | {on['hit_rate']:.1%} |" in text
+    alone, server = rows["alone"], rows["server"]
+    assert f"cold {alone['ttft_cold_s']:.2f} s, hit {alone['ttft_hit_s']:.2f} s" in text
+    assert f"ready after {server['ready_s']:.1f} s" in text
