@@ -84,7 +84,7 @@ def _serve_flags(options: DoctorOptions) -> int:
     lines = [("breaks" if pitfall.breaks else "note", str(pitfall)) for pitfall in found]
     lines += [("breaks", said) for said in typed.unknown]
     lines += [("note", said) for said in notes]
-    console.print(f"{typed.engine}, {len(typed.flags)} flags", highlight=False, markup=False)
+    console.print(f"{typed.engine}, flags: {len(typed.flags)}", highlight=False, markup=False)
     for word, said in lines or [("good", "nothing that breaks reuse or memory")]:
         console.print(Text(f"{word:8}", style=_STYLES[word]) + Text(said))
     if options.json:

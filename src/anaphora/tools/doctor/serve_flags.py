@@ -193,7 +193,7 @@ def examine(options: DoctorOptions, model: Model) -> tuple[Typed, list[Pitfall],
 def _turned_off(typed: Typed) -> Iterator[Pitfall]:
     """Reuse that is off by another server's flag, or by default in an old version."""
     flag = _OFF.get(typed.engine)
-    if flag in typed.flags:
+    if flag is not None and flag in typed.flags:
         yield Pitfall(flag, "prefix caching is off: every prompt is computed whole", "leave the flag out")
     version = version_of(typed.version)
     if flag is None and version and version < (0, 8, 0) and "--enable-prefix-caching" not in typed.flags:
