@@ -314,3 +314,34 @@ def test_breaks_that_hide_each_other_are_mended_together(
     saved = before["best_hit_rate"] * after["prompt_tokens"] - before["hit_rate"] * before["prompt_tokens"]
     lost = sum(item["tokens_lost"] for item in before["breaks"])
     assert lost == pytest.approx(saved, abs=0.03 * before["prompt_tokens"])
+
+
+@pytest.mark.parametrize(
+    ("head", "end"),
+    [
+        ("<|im_start|>system\n", "<|im_end|>\n<|im_start|>assistant\n"),
+        ("<|im_start|>system\n", "<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"),
+        (
+            "<|start_header_id|>system<|end_header_id|>\n\n",
+            "<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\n",
+        ),
+        ("<start_of_turn>user\n", "<end_of_turn>\n<start_of_turn>model\n"),
+        ("[INST] ", " [/INST]"),
+        ("Rules:\n", "\nAnswer:"),
+        ("Rules:\n", ""),
+    ],
+)
+def test_nothing_moves_behind_the_marks_that_open_the_answer(head: str, end: str, tmp_path: Path) -> None:
+    asked = [logs.sentence(random.Random(n)) for n in range(20)]
+    clocks = [f"Now: 2026-11-29 10:{n:02}:01" for n in range(20)]
+    bodies = [{"prompt": f"{head}{c}\n{RULES}\n{q}{end}"} for c, q in zip(clocks, asked, strict=True)]
+    before, after = diagnosed(bodies, tmp_path, 1)
+    assert after["hit_rate"] == pytest.approx(before["best_hit_rate"], abs=0.001)
+    assert after["hit_rate"] > 0.7 > before["hit_rate"]
+    lines = (tmp_path / "fixed.jsonl").read_text().splitlines()
+    for line, clock, question in zip(lines, clocks, asked, strict=True):
+        prompt = json.loads(line)["prompt"]
+        assert prompt.split() == f"{head}{RULES}\n{question}\n{clock}{end}".split()
+        assert prompt.endswith(f"{question}\n{clock}{end}")
+    template = (tmp_path / "fixed.jsonl.template.txt").read_text()
+    assert template.rstrip("\n").endswith("}" + end.rstrip("\n"))

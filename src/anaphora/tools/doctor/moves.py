@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 
@@ -15,6 +16,11 @@ PLACES = {
     "end": "a message of its own at the very end",
     "first": "same place",
 }
+
+MARK = re.compile(r"<[|｜][^<>|｜\s]+[|｜]>|<(?:start|end)_of_turn>|</?think>|</?s>|<</?SYS>>|\[/?INST\]")
+"""What chat templates write around messages, as it stands in rendered prompts."""
+_TURN_END = re.compile(rf"(?:\s*(?:{MARK.pattern})\w*)+\s*$")
+_LONGEST_END = 200
 
 
 @dataclass(slots=True)
@@ -34,6 +40,24 @@ class Region:
     """All slots in the first member."""
     first: str = ""
     """The value in the first member, which takes the place of all others where a slot is mended in place."""
+
+    def end_of(self, text: str) -> int:
+        """Where in one of its texts that which moves to the end goes.
+
+        A rendered prompt ends with marks that open the answer, a plain one perhaps with a line such as ``Answer:`` that
+        all end with: both stay last.
+        """
+        if self.group != "prompt":
+            return len(text)
+        room = max(0, len(text) - _LONGEST_END)
+        if (found := _TURN_END.search(text, room)) is not None:
+            return found.start()
+        start, end = self.pattern.constants[-1]
+        shared = self.pattern.model[start:end]
+        line = shared.find("\n")
+        if end < len(self.pattern.model) or len(shared) > _LONGEST_END or line < 0 or not text.endswith(shared):
+            return len(text)
+        return len(text) - len(shared) + line
 
 
 @dataclass(slots=True)
@@ -96,7 +120,9 @@ class SlotMoves:
                 else:
                     late[where] = f"\n{unit}{late.get(where, '')}"
             if tail:
-                text += tail if text.endswith("\n") or not text else f"\n{tail}"
+                at = self.regions[self.of_text[number][0]].end_of(text)
+                between = "" if not at or text[at - 1] == "\n" else "\n"
+                text = f"{text[:at]}{between}{tail}{text[at:]}"
             self._known[number] = (self.store.intern(text) if wanted else number), late
         return self._known[number]
 
@@ -144,7 +170,8 @@ class SlotMoves:
             else:
                 text = text[:start] + text[end:]
                 late[str(where)] = unit.strip("\n") + "\n" + late[str(where)]
-        text = text.rstrip("\n") + "\n" + late["tail"]
+        at = self.regions[indices[0]].end_of(text)
+        text = text[:at].rstrip("\n") + "\n" + late["tail"].removesuffix("\n" if at < len(text) else "") + text[at:]
         behind = [f"\n--- {PLACES[place]} ---\n{late[place]}" for place in ("user", "end") if late[place]]
         return text + "".join(behind)
 

@@ -10,7 +10,7 @@ from functools import partial
 from anaphora.text.outline import TOOLS
 from anaphora.tools.doctor.findings import Finding, Repair, around, shown
 from anaphora.tools.doctor.load import Log
-from anaphora.tools.doctor.moves import Region, SlotMoves
+from anaphora.tools.doctor.moves import MARK, Region, SlotMoves
 from anaphora.tools.doctor.patterns import Pattern, Patterns, Span, common_prefix, common_suffix, squeezed
 from anaphora.tools.doctor.prompts import Prompt, Segment
 from anaphora.tools.doctor.store import Store
@@ -203,7 +203,7 @@ def _regions(pattern: Pattern, group: str, store: Store) -> Iterator[Region]:
         region.spans = [wide[model][k] for k in slots]
         region.first = texts[model][slice(*region.values[model])]
         least = {"user": LEAST_AFTER, "prompt": LEAST_BEHIND}.get(group, 0)
-        if min(len(t) - region.units[n][1] for n, t in texts.items()) < least:
+        if min(region.end_of(t) - region.units[n][1] for n, t in texts.items()) < least:
             continue
         yield region
 
@@ -234,6 +234,13 @@ def _unit(text: str, start: int, end: int, group: str) -> Span:
             low += 1
         if (after := _SENTENCE_END.search(text, end, high)) is not None:
             high = after.end()
+    if group == "prompt":
+        for match in MARK.finditer(text, low, start):
+            low = match.end()
+        while low < start and text[low].isspace():
+            low += 1
+        if (mark := MARK.search(text, end, high)) is not None:
+            high = mark.start()
     if start - low > LONGEST_UNIT or high - end > LONGEST_UNIT:
         return start, end
     return low, high
@@ -317,7 +324,8 @@ def _repairs(index: int, region: Region, moves: SlotMoves, segment: Segment, pro
         partial(moves.switch, index, "user"),
     )
     if region.group in ("user", "prompt"):
-        same_text = f"{what}put it behind the constant text"
+        before = ", before what opens the answer" if region.group == "prompt" else ""
+        same_text = f"{what}put it behind the constant text{before}"
         # Where each of a user's messages has its own such value, all but the last one's belong where they are.
         once = all(sum(part.text in region.units for part in prompt.segments) == 1 for prompt in prompts)
         return [
