@@ -345,3 +345,18 @@ def test_nothing_moves_behind_the_marks_that_open_the_answer(head: str, end: str
         assert prompt.endswith(f"{question}\n{clock}{end}")
     template = (tmp_path / "fixed.jsonl.template.txt").read_text()
     assert template.rstrip("\n").endswith("}" + end.rstrip("\n"))
+
+
+@pytest.mark.parametrize(
+    ("line", "place"),
+    [
+        ("Request: {id}", "end of the last user message"),
+        ("Now: 2026-11-29 10:{n:02}:01", "tail of the system text"),  # the date in it is shared there
+    ],
+)
+@pytest.mark.parametrize("count", [2, 5, 30])
+def test_a_log_of_any_length_is_given_the_same_place(line: str, place: str, count: int, tmp_path: Path) -> None:
+    bodies = [{"messages": body["messages"]} for body in head_and_tools(line)[:count]]
+    before, after = diagnosed(bodies, tmp_path, 1)
+    assert [item["place"] for item in before["breaks"] if item["place"]] == [place]
+    assert after["hit_rate"] == pytest.approx(before["best_hit_rate"], abs=0.001)

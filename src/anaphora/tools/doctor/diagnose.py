@@ -20,6 +20,8 @@ LEAST_SHARE = 0.004
 """A break whose repair saves less than this share of all prompt tokens is worth nothing."""
 LEAST_TOKENS = 8
 """... and so is one that saves fewer tokens than this in each request that it concerns."""
+NOISE_TOKENS = 2
+"""Places whose repairs differ by no more tokens in each request are equal: the one named first is proposed."""
 LIMITS = ("cold", "ended", "block_too_large", "cache_too_small", "routing_key")
 FEW_REQUESTS = 20
 """In a log of at least so many, what would help one request only is chance."""
@@ -173,7 +175,8 @@ def _mend(
         repair.switch(True)
         tried.append((run(log, stages, block_size=block_size), repair))
         repair.switch(False)
-    after, repair = min(tried, key=lambda entry: entry[0].computed)
+    near = min(after.computed for after, _ in tried) + _noise(before)
+    after, repair = next(entry for entry in tried if entry[0].computed <= near)
     gains = _gains([finding], before, current, after)
     if not gains:
         return Break(finding, None, 0, 0, before.hit_rate, "suspected"), current
@@ -284,7 +287,7 @@ def _placed_again(
             old.switch(False)
             new.switch(True)
         after = run(log, stages, block_size=block_size)
-        if after.computed < current.computed:
+        if after.computed < current.computed - _noise(before):
             last = turned[-1][0]
             last.tokens_lost += current.computed - after.computed
             last.predicted_hit_rate = _rate(before, last.tokens_lost, after.total - before.total)
@@ -296,6 +299,11 @@ def _placed_again(
                 new.switch(False)
                 old.switch(True)
     return current
+
+
+def _noise(before: Outcome) -> int:
+    """Tokens by which two places differ that are as good: a line break that is one token here and none there."""
+    return NOISE_TOKENS * len(before.tokens)
 
 
 def _rate(before: Outcome, saved: int, longer: int) -> float:

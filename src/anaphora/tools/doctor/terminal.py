@@ -23,9 +23,13 @@ _FREE = {
 }
 
 
+def counted(number: int, what: str) -> str:
+    return f"{number:,} {what}{'s' * (number != 1)}"
+
+
 def show(data: dict[str, Any], console: Console) -> None:
     console.print(
-        f"{data['requests']:,} requests in {data['conversations']:,} conversations, "
+        f"{counted(data['requests'], 'request')} in {counted(data['conversations'], 'conversation')}, "
         f"{data['prompt_tokens']:,} prompt tokens (by {data['tokenizer']})",
         highlight=False,
     )
@@ -103,7 +107,7 @@ def show_break(number: int, item: dict[str, Any], data: dict[str, Any], console:
     console.print(Text("   ") + _context(item, console))
     note = f"; {item['note']}" if item["note"] else ""
     console.print(f"   {item['varies']}{note}", highlight=False, markup=False)
-    cost = f"   costs {item['tokens_lost']:,} tokens ({share:.1%}) in {item['requests']:,} requests"
+    cost = f"   costs {item['tokens_lost']:,} tokens ({share:.1%}) in {counted(item['requests'], 'request')}"
     if item["seconds_lost"] is not None:
         cost += f", {item['seconds_lost']:,.1f} s of prefill"
     if "tokens_a_day" in item:
@@ -120,11 +124,13 @@ def show_break(number: int, item: dict[str, Any], data: dict[str, Any], console:
 
 def show_fix(name: str, fixed: dict[str, Any], console: Console) -> None:
     """What was written, and what moved in it."""
-    console.print(f"\n{name}: {fixed['requests']:,} requests, {fixed['changed']:,} of them changed", highlight=False)
+    console.print(
+        f"\n{name}: {counted(fixed['requests'], 'request')}, {fixed['changed']:,} of them changed", highlight=False
+    )
     for move in fixed["moved"]:
         what = ", ".join(repr(sample) for sample in move["samples"])
         console.print(
-            f"  {move['class']} ({move['requests']:,} requests): {what}: {move['from']} -> {move['to']}",
+            f"  {move['class']} ({counted(move['requests'], 'request')}): {what}: {move['from']} -> {move['to']}",
             highlight=False,
             markup=False,
         )
