@@ -105,9 +105,9 @@ class Protocol(HttpToolsProtocol):
 
     # --- the time that a request may take to arrive -----------------------------------------------------------------
 
-    def _start_clock(self, seconds: float = REQUEST_S) -> None:
+    def _start_clock(self, seconds: float | None = None) -> None:
         self._received = 0
-        self._clock = self.loop.call_later(seconds, self._time_is_up)
+        self._clock = self.loop.call_later(REQUEST_S if seconds is None else seconds, self._time_is_up)
 
     def _stop_clock(self) -> None:
         if self._clock is not None:
