@@ -219,11 +219,14 @@ def main() -> int:
         print(f"the first input line must be JSON with endpoint and config: {describe(error)}", file=sys.stderr)
         return ConfigError.exit_code
     _follow_parent()
-    with zmq.Context() as context, context.socket(zmq.PAIR) as socket:
-        socket.hwm = 0
-        socket.linger = LINGER_MS
-        socket.connect(endpoint)
-        return serve(settings, socket)
+    try:
+        with zmq.Context() as context, context.socket(zmq.PAIR) as socket:
+            socket.hwm = 0
+            socket.linger = LINGER_MS
+            socket.connect(endpoint)
+            return serve(settings, socket)
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # it ends already, and no exit handler is to be torn
 
 
 if __name__ == "__main__":
