@@ -23,7 +23,7 @@ SIZES = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 160, 192, 224, *range(256, 1024, 6
 """Rows of a graph, beside the most that can run. A step takes the next larger one."""
 
 MOST_WITH_CHUNKS = 1536
-"""Rows of a step with chunks. The GPU needs longer for a larger one than the host does to send it."""
+"""Rows of a step with chunks: what a server with 512 running sequences computes at once while prompts come in."""
 
 Forward = Callable[[Tensor, Tensor, Tensor], Tensor]
 
