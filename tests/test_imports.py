@@ -38,6 +38,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     | {"torch", "transformers", "safetensors", "accelerate", "gguf", "numpy", "filelock", "huggingface_hub", "psutil"},
     "anaphora.model.fused": BASE | {"anaphora.attention", "anaphora.model", "torch", "triton"},
     "anaphora.model.kernels": {"triton"},
+    "anaphora.model.decoder": {"anaphora.attention", "numpy", "numba"},
     "anaphora.observe": BASE | {"anaphora.cache.events", "anaphora.cache.hashing", "msgspec", "prometheus_client"},
     "anaphora.llm": BASE | {"anaphora.core.engine", "anaphora.model", "anaphora.text", "rich"},
     "anaphora.server": BASE

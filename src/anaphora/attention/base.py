@@ -142,9 +142,14 @@ def route(calls: LayerCalls) -> Iterator[None]:
         _calls.reset(token)
 
 
+def routed() -> LayerCalls:
+    """To whom calls go here."""
+    return _calls.get()
+
+
 def attend(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, options: LayerOptions) -> Tensor:
     """Ask whom the calls are routed to; shapes as in ``LayerCalls.attend``."""
-    return _calls.get().attend(module, query, key, value, options)
+    return routed().attend(module, query, key, value, options)
 
 
 def _attention(
@@ -223,7 +228,7 @@ class PagedLayers:
     """Answers the layers' calls through a backend; latent layers (those in ``absorbed``) attend in latent space."""
 
     def __init__(self, backend: AttentionBackend, absorbed: Mapping[int, Absorbed], tap: LatentTap | None) -> None:
-        self._backend = backend
+        self.backend = backend
         self._absorbed = absorbed
         self._tap = tap
 
@@ -231,6 +236,6 @@ class PagedLayers:
         layer: int = module.layer_idx
         absorbed = self._absorbed.get(layer)
         if absorbed is None or self._tap is None:
-            return self._backend.run(layer, query[0], key[0], value[0], options)[None]
+            return self.backend.run(layer, query[0], key[0], value[0], options)[None]
         latents = self._tap.take(layer)[0]
-        return absorbed.output(self._backend.run(layer, absorbed.query(query[0]), latents, None, options))[None]
+        return absorbed.output(self.backend.run(layer, absorbed.query(query[0]), latents, None, options))[None]

@@ -18,6 +18,7 @@ from anaphora.attention.vectors import (
     LANES,
     NUMBER,
     REAL,
+    add_up,
     at,
     call,
     constant,
@@ -194,3 +195,93 @@ def rescale_add(builder: Any, sums: Any, added: Any, rows: Any, factors: Any) ->
         place = builder.mul(i, number(LANES))
         row = multiply_add(builder, load(builder, sums, place), factor, load(builder, added, place))
         store(builder, row, sums, place)
+
+
+# --- Softmax of a row, whose lanes are keys ---------------------------------------------------------------------------
+
+_EIGHT_BITS = (0.0780244916677475, 0.22606757283210754, 0.6958332061767578, 0.9999252557754517)
+"""A polynomial for 2 to the power of 0 to 1, to a part in 13,000."""
+
+
+def _power(builder: Any, x: Any) -> Any:
+    """2 to the power of ``x``, for weights that become bfloat16; only where there are tile registers."""
+    every, flag = ir.Constant(INT16, -1), ir.Constant(INT32, 4)
+    down = ir.Constant(INT32, 9)  # less its floor, without a report
+    rest = call(builder, "llvm.x86.avx512.mask.reduce.ps.512", FLOATS, x, down, x, every, flag)
+    result = constant(_EIGHT_BITS[0])
+    for power in _EIGHT_BITS[1:]:
+        result = multiply_add(builder, result, rest, constant(power))
+    return call(builder, "llvm.x86.avx512.mask.scalef.ps.512", FLOATS, result, x, result, every, flag)
+
+
+class _Brain(ir.Type):
+    """LLVM's bfloat, which llvmlite has no name for."""
+
+    def _to_string(self) -> str:
+        return "bfloat"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Brain)
+
+    def __hash__(self) -> int:
+        return hash(_Brain)
+
+
+_PAIR = ir.VectorType(_Brain(), 2 * LANES)
+
+
+@operation(ADDRESS, NUMBER, NUMBER, NUMBER)
+def hide_lanes(builder: Any, scores: Any, count: Any, low: Any, end: Any) -> None:
+    """-inf to all but scores ``low`` to ``end - 1``."""
+    low, end = (splat(builder, builder.trunc(x, INT32)) for x in (low, end))
+    lanes = ir.Constant(INTS, list(range(LANES)))
+    with steps(builder, count, LANES) as i:
+        key = builder.add(splat(builder, builder.trunc(i, INT32)), lanes)
+        seen = builder.and_(builder.icmp_signed(">=", key, low), builder.icmp_signed("<", key, end))
+        store(builder, builder.select(seen, load(builder, scores, i), constant(-np.inf)), scores, i)
+
+
+@operation(ADDRESS, NUMBER, result=REAL)
+def largest_of(builder: Any, scores: Any, count: Any) -> Any:
+    """Of ``count`` scores, a multiple of 64."""
+    tops = [cgutils.alloca_once_value(builder, constant(-np.inf)) for _ in range(4)]
+    for top in tops:
+        builder.store(constant(-np.inf), top)
+    with steps(builder, count, 4 * LANES) as i:
+        for n, top in enumerate(tops):
+            row = load(builder, scores, builder.add(i, number(LANES * n)))
+            builder.store(larger(builder, row, builder.load(top)), top)
+    a, b, c, d = (builder.load(top) for top in tops)
+    top = larger(builder, larger(builder, a, b), larger(builder, c, d))
+    return call(builder, "llvm.vector.reduce.fmax.v16f32", FLOAT, top)
+
+
+@operation(ADDRESS, result=REAL)
+def total_of(builder: Any, numbers: Any) -> Any:
+    """The sum of 16."""
+    return add_up(builder, load(builder, numbers, number(0)))
+
+
+@operation(ADDRESS, NUMBER, REAL, REAL, ADDRESS, ADDRESS)
+def soften(builder: Any, scores: Any, count: Any, factor: Any, top: Any, total: Any, weights: Any) -> None:
+    """Weights, 2 to the power of score · ``factor`` - ``top``, as bfloat16; their sum goes to the lanes of ``total``.
+
+    ``count`` is a multiple of 64.
+    """
+    factor, low = splat(builder, factor), splat(builder, builder.fsub(ir.Constant(FLOAT, 0.0), top))
+    sums = [cgutils.alloca_once_value(builder, constant(0.0)) for _ in range(4)]
+    for chain in sums:
+        builder.store(constant(0.0), chain)
+    with steps(builder, count, 4 * LANES) as i:
+        found = []
+        for n, chain in enumerate(sums):
+            score = load(builder, scores, builder.add(i, number(LANES * n)))
+            found.append(_power(builder, multiply_add(builder, score, factor, low)))
+            builder.store(builder.fadd(builder.load(chain), found[-1]), chain)
+        for n in range(0, 4, 2):
+            pair = call(builder, "llvm.x86.avx512bf16.cvtne2ps2bf16.512", _PAIR, found[n + 1], found[n])
+            place = builder.add(builder.lshr(i, number(1)), number(LANES // 2 * n))
+            store(builder, builder.bitcast(pair, INTS), weights, place)
+    a, b, c, d = (builder.load(chain) for chain in sums)
+    added = builder.fadd(builder.fadd(a, b), builder.fadd(c, d))
+    store(builder, builder.fadd(load(builder, total, number(0)), added), total, number(0))

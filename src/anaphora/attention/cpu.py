@@ -7,15 +7,18 @@ once a step, ``native.py`` has the kernel.
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Sequence
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from anaphora.attention import openmp
 from anaphora.attention.base import KVLayout, LayerOptions, StepLayout
 from anaphora.attention.parts import CHUNK_ROWS, make_plan
-from anaphora.attention.rows import RowAttention, RowWriter
+from anaphora.attention.rows import KINDS, RowAttention, RowWriter, native, tiled, tiles, vectors
 from anaphora.types import BlockCopy
 
 TASKS_PER_THREAD = 4
@@ -32,6 +35,8 @@ class CpuAttention:
         self._block_size = block_size
         # Not filled: the system gives memory to a page when it is first written.
         self._pools = [torch.empty(num_blocks * block_size, x.width, dtype=dtype, device=device) for x in layouts]
+        fits = tiles.AMX and dtype == torch.bfloat16 and block_size % tiled.PANEL == 0
+        self._tiled = [fits and not x.latent and x.key_size % 32 == x.value_size % 32 == 0 for x in layouts]
         self._layout: StepLayout | None = None
         self._complete = False  # whether every row of the batch is some sequence's
         self._writer: RowWriter | None = None
@@ -39,15 +44,16 @@ class CpuAttention:
 
     @property
     def pools(self) -> list[Tensor]:
-        """One ``[token slots, width]`` a layer."""
+        """One ``[token slots, width]`` a layer, or panels of 16 slots: see ``tiled.py``."""
         return self._pools
 
     def copy_blocks(self, copies: Sequence[BlockCopy]) -> None:
         size = self._block_size
         for copy in copies:
             source, target = copy.source * size, copy.target * size
-            for pool in self._pools:
-                pool[target : target + copy.filled] = pool[source : source + copy.filled]
+            for pool, by_panels in zip(self._pools, self._tiled, strict=True):
+                filled = -(-copy.filled // tiled.PANEL) * tiled.PANEL if by_panels else copy.filled
+                pool[target : target + filled] = pool[source : source + filled]
 
     def plan(self, layout: StepLayout) -> None:
         self._layout = layout
@@ -58,11 +64,36 @@ class CpuAttention:
     def run(self, layer: int, query: Tensor, key: Tensor, value: Tensor | None, options: LayerOptions) -> Tensor:
         assert self._writer is not None
         layout, pool = self._layouts[layer], self._pools[layer]
-        self._writer.write(layout, pool, key, value)
+        self._writer.write(layout, pool, key, value, self._tiled[layer])
         make = query.new_empty if self._complete else query.new_zeros
         out = make(query.shape[1], query.shape[0], layout.value_size)
-        self._planned(layout, query.shape[0], options.window).attend(pool, query, options, out)
+        self._planned(layout, query.shape[0], options.window).attend(pool, query, options, out, self._tiled[layer])
         return out
+
+    def records(
+        self, layers: range, options: Sequence[LayerOptions], heads: int, query: int, out: int
+    ) -> tuple[np.ndarray[Any, Any], int]:
+        """For a kernel that runs ``layers`` itself: a record of ``native.attend`` for each, and the rows' slots.
+
+        ``query`` and ``out`` are addresses of bfloat16 ``[T, heads, D]``; ``options`` are those of all layers, without
+        sinks. Both results are valid during the step; slots are the address of int64 ``[T]``.
+        """
+        assert self._layout is not None
+        records = np.empty(len(layers), native.ATTEND)
+        for index, layer in enumerate(layers):
+            layout, how = self._layouts[layer], options[layer]
+            records[index] = self._planned(layout, heads, how.window).record
+            record = records[index]
+            record["tiled"] = self._tiled[layer]
+            record["pool"], record["pool_kind"] = self._pools[layer].data_ptr(), KINDS[self._pools[layer].dtype]
+            record["scale"], record["softcap"], record["sinks"] = how.scale, how.softcap or 0.0, 0
+            record["query_head"], record["query_row"] = layout.key_size, heads * layout.key_size
+        records["tiles"], records["query_kind"] = tiles.SHAPE.ctypes.data, vectors.BFLOAT16
+        records["query"], records["out"] = query, out
+        slots = self._layout.slot_mapping
+        if not self._complete:
+            ctypes.memset(out, 0, 2 * len(slots) * heads * self._layouts[layers.start].value_size)
+        return records, slots.data_ptr()
 
     def _planned(self, layout: KVLayout, heads: int, window: int | None) -> RowAttention:
         found = self._rows.get((window, layout, heads))

@@ -27,6 +27,7 @@ from anaphora.attention.columns import (
     transpose_pairs,
 )
 from anaphora.attention.openmp import fields
+from anaphora.attention.tiled import KEY_BLOCK, put_key, put_value, tiled_task
 from anaphora.attention.tiles import TILE_BYTES, close_tiles, multiply, multiply_vectors, open_tiles
 from anaphora.attention.vectors import (
     BFLOAT16,
@@ -48,9 +49,6 @@ from anaphora.attention.vectors import (
     put_zeros,
     scale,
 )
-
-KEY_BLOCK = 128
-"""Keys of which the scores are known at once; a multiple of 64."""
 
 APART = 576
 """Bytes between areas that are used together, lest addresses that are equal but for their page wait for each other."""
@@ -87,6 +85,7 @@ ATTEND = fields(
     "columns",  # of a task, at most; a multiple of 16
     # What each layer brings:
     "tiles",  # 0, or the shape of the tile registers: products of bfloat16 go through them
+    "tiled",  # whether the pool lies as ``tiled`` tells
     "pool",
     "pool_kind",
     "query",
@@ -101,6 +100,7 @@ ATTEND = fields(
 WRITE = fields(
     "num_rows",
     "slots",  # int64 [rows]
+    "tiled",  # whether the pool lies as ``tiled`` tells; ``kind`` is the pool's then
     "pool",
     "pool_kind",
     "width",
@@ -350,9 +350,26 @@ def _merge(a, merge, total):  # type: ignore[no-untyped-def]
 # --- The kernels ------------------------------------------------------------------------------------------------------
 
 
+@inline
+def attend_item(a, item, scratch):  # type: ignore[no-untyped-def]
+    """Task by task, head by head; who ends the last share of a row merges the row."""
+    task = a.tasks + 32 * (item // a.kv_heads)
+    if a.tiled:
+        tiled_task(a, task, item % a.kv_heads, scratch)
+    else:
+        _task(a, task, item % a.kv_heads, scratch)
+    if int32(task, 5) >= 0:
+        for member in range(int32(task, 1)):
+            merge = int32(a.merged, int32(a.members, int32(task, 0) + member))
+            if atomic_add(a.left, merge, -1) == 1:
+                shares = int32(a.merges, 3 * merge + 2) - int32(a.merges, 3 * merge + 1)
+                put_int64(a.left, merge, shares * a.kv_heads)
+                _merge(a, merge, scratch + 64)
+
+
 @cfunc(types.void(types.CPointer(from_dtype(ATTEND))), cache=True, **OPTIONS)
 def attend(pointer):  # type: ignore[no-untyped-def]
-    """Tasks in order, head by head; who ends the last share of a row merges the row."""
+    """All items of all tasks, in order."""
     a = carray(pointer, 1)[0]
     scratch = a.scratch + a.scratch_bytes * atomic_add(a.counters, 1, 1)
     if a.tiles:
@@ -361,15 +378,7 @@ def attend(pointer):  # type: ignore[no-untyped-def]
         item = atomic_add(a.counters, 0, 1)
         if item >= a.num_tasks * a.kv_heads:
             break
-        task = a.tasks + 32 * (item // a.kv_heads)
-        _task(a, task, item % a.kv_heads, scratch)
-        if int32(task, 5) >= 0:
-            for member in range(int32(task, 1)):
-                merge = int32(a.merged, int32(a.members, int32(task, 0) + member))
-                if atomic_add(a.left, merge, -1) == 1:
-                    shares = int32(a.merges, 3 * merge + 2) - int32(a.merges, 3 * merge + 1)
-                    put_int64(a.left, merge, shares * a.kv_heads)
-                    _merge(a, merge, scratch + 64)
+        attend_item(a, item, scratch)
     if a.tiles:
         close_tiles(scratch)
 
@@ -383,12 +392,19 @@ def write_rows(pointer):  # type: ignore[no-untyped-def]
         if first >= a.num_rows:
             break
         for row in range(first, min(first + WRITE_ROWS, a.num_rows)):
-            slot = int64(a.slots, row) * a.width
+            slot = int64(a.slots, row)
             for head in range(a.heads):
                 at = head * a.key_head + row * a.key_row
-                convert(a.key, at, a.kind, a.pool, slot + head * a.key_size, a.pool_kind, a.key_size)
-            slot += a.heads * a.key_size
+                offset = head * a.key_size
+                if a.tiled:
+                    put_key(a.key + 2 * at, a.key_size, a.pool, slot, a.width, offset)
+                else:
+                    convert(a.key, at, a.kind, a.pool, slot * a.width + offset, a.pool_kind, a.key_size)
             if a.value_size:
                 for head in range(a.heads):
                     at = head * a.value_head + row * a.value_row
-                    convert(a.value, at, a.kind, a.pool, slot + head * a.value_size, a.pool_kind, a.value_size)
+                    offset = a.heads * a.key_size + head * a.value_size
+                    if a.tiled:
+                        put_value(a.value + 2 * at, a.value_size, a.pool, slot, a.width, offset)
+                    else:
+                        convert(a.value, at, a.kind, a.pool, slot * a.width + offset, a.pool_kind, a.value_size)

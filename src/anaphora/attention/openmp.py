@@ -37,15 +37,15 @@ class Call:
 
     def __init__(self, kernel: Any, record: np.dtype[Any], names: Sequence[str], given: Mapping[str, Any]) -> None:
         self._function, self._address = kernel.ctypes, kernel.address
-        self._record = np.zeros((), record)
-        fields: Any = self._record
-        self._at = int(self._record.ctypes.data)
+        self.record = np.zeros((), record)
+        fields: Any = self.record
+        self._at = int(self.record.ctypes.data)
         fields["counters"] = self._at + record.fields["taken"][1]  # type: ignore[index]
         for name, value in given.items():
             fields[name] = value
         kinds = "".join("d" if record[name].kind == "f" else "q" for name in names)
         self._pack = struct.Struct(f"={kinds}").pack_into
-        self._bytes = memoryview(self._record.reshape(1).view(np.uint8))
+        self._bytes = memoryview(self.record.reshape(1).view(np.uint8))
         self._first = record.fields[names[0]][1]  # type: ignore[index]
         self._counters = struct.Struct("=qq").pack_into
 

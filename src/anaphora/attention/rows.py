@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -12,7 +14,7 @@ from anaphora.attention.parts import Plan
 from anaphora.errors import ModelError
 
 try:
-    from anaphora.attention import native, tiles, vectors
+    from anaphora.attention import native, tiled, tiles, vectors
 except ImportError as error:
     raise ModelError(
         f"attention on a CPU needs numba, which cannot be imported ({error}); "
@@ -34,11 +36,15 @@ class RowWriter:
         self._workers = openmp.threads() if len(slots) > native.WRITE_ROWS else 1
         self._call = openmp.Call(native.write_rows, native.WRITE, native.WRITE.names[3:], {})
 
-    def write(self, layout: KVLayout, pool: Tensor, key: Tensor, value: Tensor | None) -> None:
+    def write(self, layout: KVLayout, pool: Tensor, key: Tensor, value: Tensor | None, tiled: bool) -> None:
         """``key`` and ``value`` ``[Hkv, T, D]`` to ``pool`` ``[S, W]``."""
+        if tiled:
+            assert value is not None
+            key, value = key.to(pool.dtype), value.to(pool.dtype)
         key = _dense(key)
         value = None if value is None else _dense(value)
-        where = (self._slots.shape[0], self._slots.data_ptr(), pool.data_ptr(), KINDS[pool.dtype], layout.width)
+        where = (self._slots.shape[0], self._slots.data_ptr(), int(tiled), pool.data_ptr())
+        where += (KINDS[pool.dtype], layout.width)
         keys = (key.data_ptr(), layout.key_size, key.stride(0), key.stride(1))
         values = (0, 0, 0, 0)
         if value is not None:
@@ -53,14 +59,16 @@ class RowAttention:
         self._plan = plan
         counts = plan.merges[:, 2] - plan.merges[:, 1] if len(plan.merges) else np.zeros(0)
         self._left = (counts * layout.heads).astype(np.int64)
-        self._workers = min(openmp.threads(), len(plan.tasks) * layout.heads)
+        threads = openmp.threads()
+        self._workers = min(threads, len(plan.tasks) * layout.heads)
         columns = -(-plan.rows * (heads // layout.heads) // vectors.LANES) * vectors.LANES
-        scratch = -(-native.areas(layout.key_size, layout.value_size, columns)[-1] // 64) * 64
+        areas = max(find(layout.key_size, layout.value_size, columns)[-1] for find in (native.areas, tiled.tiled_areas))
+        scratch = -(-areas // 64) * 64
         shares = len(plan.shares) * heads
-        needed = self._workers * scratch + 4 * shares * (layout.value_size + 1)
+        needed = threads * scratch + 4 * shares * (layout.value_size + 1)
         self._buffer = torch.empty(needed + 64, dtype=torch.uint8)
         address = -(-self._buffer.data_ptr() // 64) * 64
-        outs = address + self._workers * scratch
+        outs = address + threads * scratch
         names = ("tasks", "members", "lows", "ends", "tables", "merged", "merges", "shares")
         given = {name: getattr(plan, name).ctypes.data for name in names}
         given |= {
@@ -81,14 +89,20 @@ class RowAttention:
         }
         self._call = openmp.Call(native.attend, native.ATTEND, _LAYER, given)
 
-    def attend(self, pool: Tensor, query: Tensor, options: LayerOptions, out: Tensor) -> None:
+    @property
+    def record(self) -> np.ndarray[Any, Any]:
+        """What the kernel is told of the step, without what each layer brings."""
+        return self._call.record
+
+    def attend(self, pool: Tensor, query: Tensor, options: LayerOptions, out: Tensor, as_tiles: bool) -> None:
         """The plan's rows of ``query`` ``[H, T, D]`` to theirs of ``out`` ``[T, H, Dv]``, of the same dtype."""
         query = _dense(query)
         sinks = None if options.sinks is None else options.sinks.float().contiguous()
-        by_tiles = tiles.AMX and pool.dtype == query.dtype == torch.bfloat16
+        by_tiles = as_tiles or (tiles.AMX and pool.dtype == query.dtype == torch.bfloat16)
         self._call(
             self._workers,
             tiles.SHAPE.ctypes.data if by_tiles else 0,
+            int(as_tiles),
             pool.data_ptr(),
             KINDS[pool.dtype],
             query.data_ptr(),

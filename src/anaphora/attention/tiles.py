@@ -1,4 +1,4 @@
-"""Products of matrices with 16 columns, by the tile registers (AMX) of the processors that have them, or by vectors."""
+"""Products of matrices by the tile registers (AMX) of the processors that have them, or by vectors."""
 
 from __future__ import annotations
 
@@ -107,6 +107,76 @@ def multiply(builder: Any, a: Any, a_row: Any, a_tile: Any, a_step: Any, b: Any,
             _call(builder, "tdpbf16ps", tile(n), tile(4 + n % 3), tile(7))
     for n in range(4):
         _call(builder, "tilestored64", tile(n), _pointer(builder, c, number(TILE_BYTES * n)), row)
+
+
+def _multiplier(groups: int, tiles: int, onto: bool = False) -> Any:
+    registers = [groups * tiles + n for n in range(8 - groups * tiles)]
+    rows, columns = registers[:groups], registers[groups:]
+
+    @operation(ADDRESS, NUMBER, ADDRESS, NUMBER, ADDRESS, NUMBER, NUMBER)
+    def multiply(builder: Any, a: Any, a_row: Any, b: Any, b_tile: Any, c: Any, c_row: Any, count: Any) -> None:
+        """C ``[16 · groups, 16 · tiles]`` float32 = A ``[16 · groups, 32 · count]`` times B ``[…, 16 · tiles]``.
+
+        A and C with the bytes from row to row. B is ``count`` tiles in a row, whose words hold two rows' numbers of one
+        column, for each 16 columns, with the bytes from the first of one to the first of the next. ``onto`` what is
+        in C already.
+        """
+
+        def tile(register: int) -> Any:
+            return ir.Constant(INT8, register)
+
+        def sums(instruction: str) -> None:
+            for n in range(groups * tiles):
+                place = builder.add(builder.mul(c_row, number(n // tiles * LANES)), number(64 * (n % tiles)))
+                _call(builder, instruction, tile(n), _pointer(builder, c, place), c_row)
+
+        row = number(64)
+        if onto:
+            sums("tileloadd64")
+        else:
+            for n in range(groups * tiles):
+                _call(builder, "tilezero", tile(n))
+        with steps(builder, count, 1) as i:
+            for group, register in enumerate(rows):
+                place = builder.add(builder.mul(i, row), builder.mul(a_row, number(LANES * group)))
+                _call(builder, "tileloadd64", tile(register), _pointer(builder, a, place), a_row)
+            for n in range(tiles):
+                register = columns[n % len(columns)]
+                place = builder.add(builder.mul(i, number(TILE_BYTES)), builder.mul(b_tile, number(n)))
+                _call(builder, "tileloadd64", tile(register), _pointer(builder, b, place), row)
+                for group, other in enumerate(rows):
+                    _call(builder, "tdpbf16ps", tile(group * tiles + n), tile(other), tile(register))
+        sums("tilestored64")
+
+    return multiply
+
+
+multiply_four, multiply_two, multiply_square = _multiplier(1, 4), _multiplier(1, 2), _multiplier(2, 2)
+"""Of 16 rows with 64 or 32 columns, and of 32 rows with 32 columns: as many as the registers can sum at once."""
+
+multiply_four_onto, multiply_two_onto = _multiplier(1, 4, onto=True), _multiplier(1, 2, onto=True)
+
+
+@operation(ADDRESS, NUMBER, ADDRESS, ADDRESS, ADDRESS, ADDRESS, ADDRESS, NUMBER, NUMBER)
+def multiply_keys(
+    builder: Any, a: Any, a_row: Any, b0: Any, b1: Any, b2: Any, b3: Any, c: Any, c_row: Any, count: Any
+) -> None:
+    """``multiply_four`` of a B whose 16 columns each are at an address of their own."""
+    row = number(64)
+
+    def tile(register: int) -> Any:
+        return ir.Constant(INT8, register)
+
+    for n in range(4):
+        _call(builder, "tilezero", tile(n))
+    with steps(builder, count, 1) as i:
+        _call(builder, "tileloadd64", tile(7), _pointer(builder, a, builder.mul(i, row)), a_row)
+        for n, b in enumerate((b0, b1, b2, b3)):
+            place = builder.mul(i, number(TILE_BYTES))
+            _call(builder, "tileloadd64", tile(4 + n % 3), _pointer(builder, b, place), row)
+            _call(builder, "tdpbf16ps", tile(n), tile(7), tile(4 + n % 3))
+    for n in range(4):
+        _call(builder, "tilestored64", tile(n), _pointer(builder, c, number(64 * n)), c_row)
 
 
 @operation(ADDRESS, NUMBER, NUMBER, ADDRESS, ADDRESS, NUMBER, NUMBER)

@@ -7,6 +7,7 @@ loop whether its memory overlaps.
 from __future__ import annotations
 
 import inspect
+import platform
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -52,7 +53,7 @@ def operation(*given: Any, result: Any = types.void) -> Callable[[Callable[..., 
 # --- Memory by address ------------------------------------------------------------------------------------------------
 
 INT8, INT16, INT32, INT64, FLOAT = (*(ir.IntType(bits) for bits in (8, 16, 32, 64)), ir.FloatType())
-FLOATS, INTS = ir.VectorType(FLOAT, LANES), ir.VectorType(INT32, LANES)
+FLOATS, INTS, SHORTS = (ir.VectorType(element, LANES) for element in (FLOAT, INT32, INT16))
 ADDRESS, NUMBER, REAL = types.int64, types.int64, types.float32
 
 
@@ -119,6 +120,25 @@ def atomic_add(builder: Any, address: Any, index: Any, amount: Any) -> Any:
     return builder.atomic_rmw("add", at(builder, address, index, INT64), amount, "seq_cst")
 
 
+@operation(ADDRESS, NUMBER, result=types.int64)
+def atomic_load(builder: Any, address: Any, index: Any) -> Any:
+    """An int64 that other threads change; what they wrote before changing it is seen from here on."""
+    return builder.load_atomic(at(builder, address, index, INT64), "acquire", 8)
+
+
+@operation(ADDRESS, result=types.voidptr)
+def memory(builder: Any, address: Any) -> Any:
+    """An address as a pointer, for ``carray``."""
+    return builder.inttoptr(address, INT8.as_pointer())
+
+
+@operation()
+def pause(builder: Any) -> None:
+    """While waiting for another thread."""
+    if platform.machine() == "x86_64":
+        call(builder, "llvm.x86.sse2.pause", ir.VoidType())
+
+
 @operation(REAL, result=types.uint32)
 def _bits(builder: Any, value: Any) -> Any:
     return builder.bitcast(value, INT32)
@@ -166,25 +186,33 @@ def steps(builder: Any, end: Any, step: int) -> Iterator[Any]:
         yield index
 
 
+def widened(builder: Any, bits: Any) -> Any:
+    """16 bfloat16 numbers, as integers, to floats."""
+    return builder.bitcast(builder.shl(builder.zext(bits, INTS), ir.Constant(INTS, [16] * LANES)), FLOATS)
+
+
+def rounded(builder: Any, bits: Any) -> Any:
+    """16 floats, as integers, to the nearest bfloat16 numbers, as integers."""
+    sixteen = ir.Constant(INTS, [16] * LANES)
+    last = builder.and_(builder.lshr(bits, sixteen), ir.Constant(INTS, [1] * LANES))
+    nearest = builder.add(builder.add(bits, ir.Constant(INTS, [0x7FFF] * LANES)), last)
+    floats = builder.bitcast(bits, FLOATS)
+    nothing = builder.fcmp_unordered("uno", floats, floats)
+    upper = builder.select(nothing, ir.Constant(INTS, [0x7FC0] * LANES), builder.lshr(nearest, sixteen))
+    return builder.trunc(upper, SHORTS)
+
+
 def _mover(given: int, wanted: int) -> Any:
     """``(source, step, target, target_step, rows, count)``: numbers of one kind to the other, or the same.
 
     Steps between rows in bytes; ``count`` of a row is a multiple of 16.
     """
-    source_type, target_type = (ir.VectorType(INT16, LANES) if x == BFLOAT16 else INTS for x in (given, wanted))
+    source_type, target_type = (SHORTS if x == BFLOAT16 else INTS for x in (given, wanted))
 
     def turn(builder: Any, bits: Any) -> Any:
         if given == wanted:
             return bits
-        sixteen = ir.Constant(INTS, [16] * LANES)
-        if given == BFLOAT16:
-            return builder.shl(builder.zext(bits, INTS), sixteen)
-        last = builder.and_(builder.lshr(bits, sixteen), ir.Constant(INTS, [1] * LANES))
-        rounded = builder.add(builder.add(bits, ir.Constant(INTS, [0x7FFF] * LANES)), last)
-        floats = builder.bitcast(bits, FLOATS)
-        nothing = builder.fcmp_unordered("uno", floats, floats)
-        upper = builder.select(nothing, ir.Constant(INTS, [0x7FC0] * LANES), builder.lshr(rounded, sixteen))
-        return builder.trunc(upper, target_type)
+        return builder.bitcast(widened(builder, bits), INTS) if given == BFLOAT16 else rounded(builder, bits)
 
     @operation(ADDRESS, NUMBER, ADDRESS, NUMBER, NUMBER, NUMBER)
     def move(builder: Any, source: Any, step: Any, target: Any, target_step: Any, rows: Any, count: Any) -> None:
@@ -244,6 +272,16 @@ def prefetch_rows(builder: Any, address: Any, step: Any, rows: Any, size: Any) -
             prefetch_line(builder, builder.gep(start, [line]))
 
 
+@operation(ADDRESS, NUMBER, ADDRESS, NUMBER, NUMBER, NUMBER)
+def copy_lines(builder: Any, source: Any, step: Any, target: Any, target_step: Any, rows: Any, size: Any) -> None:
+    """Rows of ``size`` bytes, a multiple of 64; steps between rows in bytes."""
+    with steps(builder, rows, 1) as row:
+        start = builder.add(source, builder.mul(step, row))
+        end = builder.add(target, builder.mul(target_step, row))
+        with steps(builder, builder.lshr(size, number(2)), LANES) as i:
+            store(builder, load(builder, start, i), end, i)
+
+
 def load(builder: Any, address: Any, index: Any) -> Any:
     """16 numbers from element ``index`` on."""
     return builder.load(builder.bitcast(at(builder, address, index, FLOAT), FLOATS.as_pointer()), align=4)
@@ -251,6 +289,27 @@ def load(builder: Any, address: Any, index: Any) -> Any:
 
 def store(builder: Any, vector: Any, address: Any, index: Any) -> None:
     builder.store(vector, builder.bitcast(at(builder, address, index, FLOAT), vector.type.as_pointer()), align=4)
+
+
+def load_narrow(builder: Any, address: Any, index: Any) -> Any:
+    """16 bfloat16 numbers from element ``index`` on, as floats."""
+    pointer = builder.bitcast(at(builder, address, index, INT16), SHORTS.as_pointer())
+    return widened(builder, builder.load(pointer, align=2))
+
+
+def store_narrow(builder: Any, vector: Any, address: Any, index: Any) -> None:
+    """16 floats as bfloat16 numbers."""
+    pointer = builder.bitcast(at(builder, address, index, INT16), SHORTS.as_pointer())
+    builder.store(rounded(builder, builder.bitcast(vector, INTS)), pointer, align=2)
+
+
+def add_up(builder: Any, vector: Any) -> Any:
+    """The sum of a vector's lanes."""
+    name = "llvm.vector.reduce.fadd.v16f32"
+    function = builder.module.globals.get(name)
+    if function is None:
+        function = ir.Function(builder.module, ir.FunctionType(FLOAT, [FLOAT, FLOATS]), name)
+    return builder.call(function, [ir.Constant(FLOAT, 0.0), vector], fastmath=("reassoc",))
 
 
 def splat(builder: Any, value: Any) -> Any:
