@@ -38,7 +38,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     | {"torch", "transformers", "safetensors", "accelerate", "gguf", "numpy", "filelock", "huggingface_hub", "psutil"},
     "anaphora.model.fused": BASE | {"anaphora.attention", "anaphora.model", "torch", "triton"},
     "anaphora.model.kernels": {"triton"},
-    "anaphora.model.decoder": {"anaphora.attention", "numpy", "numba"},
+    "anaphora.model.decoder": {"anaphora.attention", "anaphora.model.products", "numpy", "numba"},
+    "anaphora.model.products": {"anaphora.attention", "numpy", "numba"},
     "anaphora.observe": BASE | {"anaphora.cache.events", "anaphora.cache.hashing", "msgspec", "prometheus_client"},
     "anaphora.llm": BASE | {"anaphora.core.engine", "anaphora.model", "anaphora.text", "rich"},
     "anaphora.server": BASE
@@ -47,7 +48,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "anaphora.tools": BASE,
     "anaphora.tools.bench": BASE
     | {"anaphora.llm", "anaphora.text", "anaphora.observe"}
-    | {"httpx", "rich", "jinja2", "msgspec"},
+    | {"httpx", "rich", "jinja2", "msgspec", "uvloop"},
     "anaphora.tools.demo": BASE | {"anaphora.tools.bench", "httpx", "rich"},
     "anaphora.tools.doctor": BASE
     | {"anaphora.cache", "anaphora.text", "anaphora.observe", "anaphora.server.protocol"}

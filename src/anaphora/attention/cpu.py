@@ -18,7 +18,7 @@ from torch import Tensor
 from anaphora.attention import openmp
 from anaphora.attention.base import KVLayout, LayerOptions, StepLayout
 from anaphora.attention.parts import CHUNK_ROWS, make_plan
-from anaphora.attention.rows import KINDS, RowAttention, RowWriter, native, tiled, tiles, vectors
+from anaphora.attention.rows import KINDS, RowAttention, RowWriter, large, native, tiled, tiles, vectors
 from anaphora.types import BlockCopy
 
 TASKS_PER_THREAD = 4
@@ -34,9 +34,11 @@ class CpuAttention:
         self._layouts = layouts
         self._block_size = block_size
         # Not filled: the system gives memory to a page when it is first written.
-        self._pools = [torch.empty(num_blocks * block_size, x.width, dtype=dtype, device=device) for x in layouts]
+        slots = num_blocks * block_size
+        self._pools = [large(slots * x.width * dtype.itemsize).view(dtype).view(slots, x.width) for x in layouts]
         fits = tiles.AMX and dtype == torch.bfloat16 and block_size % tiled.PANEL == 0
         self._tiled = [fits and not x.latent and x.key_size % 32 == x.value_size % 32 == 0 for x in layouts]
+        self._addresses = [pool.data_ptr() for pool in self._pools]
         self._layout: StepLayout | None = None
         self._complete = False  # whether every row of the batch is some sequence's
         self._writer: RowWriter | None = None
@@ -80,16 +82,20 @@ class CpuAttention:
         """
         assert self._layout is not None
         records = np.empty(len(layers), native.ATTEND)
+        alike: dict[tuple[KVLayout, int | None], list[int]] = {}
         for index, layer in enumerate(layers):
-            layout, how = self._layouts[layer], options[layer]
-            records[index] = self._planned(layout, heads, how.window).record
-            record = records[index]
-            record["tiled"] = self._tiled[layer]
-            record["pool"], record["pool_kind"] = self._pools[layer].data_ptr(), KINDS[self._pools[layer].dtype]
-            record["scale"], record["softcap"], record["sinks"] = how.scale, how.softcap or 0.0, 0
-            record["query_head"], record["query_row"] = layout.key_size, heads * layout.key_size
-        records["tiles"], records["query_kind"] = tiles.SHAPE.ctypes.data, vectors.BFLOAT16
-        records["query"], records["out"] = query, out
+            alike.setdefault((self._layouts[layer], options[layer].window), []).append(index)
+        for (layout, window), places in alike.items():
+            records[places] = self._planned(layout, heads, window).record
+            records["query_head"][places] = layout.key_size
+            records["query_row"][places] = heads * layout.key_size
+        records["tiles"], records["query_kind"] = tiles.SHAPES.ctypes.data, vectors.BFLOAT16
+        records["query"], records["out"], records["sinks"] = query, out, 0
+        records["pool_kind"] = KINDS[self._pools[0].dtype]
+        records["tiled"] = self._tiled[layers.start : layers.stop]
+        records["pool"] = self._addresses[layers.start : layers.stop]
+        records["scale"] = [options[layer].scale for layer in layers]
+        records["softcap"] = [options[layer].softcap or 0.0 for layer in layers]
         slots = self._layout.slot_mapping
         if not self._complete:
             ctypes.memset(out, 0, 2 * len(slots) * heads * self._layouts[layers.start].value_size)

@@ -118,18 +118,29 @@ def add_sums(builder: Any, sums: Any, step: Any, target: Any, target_step: Any, 
             store_narrow(builder, builder.fadd(load(builder, place, i), load_narrow(builder, kept, i)), kept, i)
 
 
+def _silu(builder: Any, x: Any) -> Any:
+    negative = builder.fcmp_ordered("<", x, constant(0.0))
+    distance = builder.select(negative, builder.fsub(constant(0.0), x), x)
+    small = exp2(builder, builder.fmul(distance, constant(-np.log2(np.e))), exact=True)  # e to the power of -|x|
+    share = builder.fdiv(builder.select(negative, small, constant(1.0)), builder.fadd(constant(1.0), small))
+    return builder.fmul(x, share)
+
+
+@operation(ADDRESS, NUMBER, NUMBER, NUMBER)
+def activate_sums(builder: Any, sums: Any, step: Any, rows: Any, size: Any) -> None:
+    """silu of rows of sums, in place."""
+    with steps(builder, rows, 1) as row:
+        place = _row(builder, sums, step, row)
+        with steps(builder, size, LANES) as i:
+            store(builder, _silu(builder, load(builder, place, i)), place, i)
+
+
 @operation(ADDRESS, NUMBER, ADDRESS, NUMBER, NUMBER, NUMBER)
 def gate_sums(builder: Any, sums: Any, step: Any, target: Any, target_step: Any, rows: Any, size: Any) -> None:
     """silu(gate) · value, from sums in turn 16 gates and their 16 values; ``size`` of the target."""
-    factor = constant(-np.log2(np.e))
-    one = constant(1.0)
     with steps(builder, rows, 1) as row:
         place, kept = _row(builder, sums, step, row), _row(builder, target, target_step, row)
         with steps(builder, size, LANES) as i:
             j = builder.mul(i, number(2))
             gate, value = load(builder, place, j), load(builder, place, builder.add(j, number(LANES)))
-            negative = builder.fcmp_ordered("<", gate, constant(0.0))
-            distance = builder.select(negative, builder.fsub(constant(0.0), gate), gate)
-            small = exp2(builder, builder.fmul(distance, factor), exact=True)  # e to the power of -|gate|
-            share = builder.fdiv(builder.select(negative, small, one), builder.fadd(one, small))
-            store_narrow(builder, builder.fmul(builder.fmul(gate, share), value), kept, i)
+            store_narrow(builder, builder.fmul(_silu(builder, gate), value), kept, i)

@@ -4,10 +4,8 @@ An item of work is some rows of the batch, all the heads of theirs that share a 
 and sums have a column for each query, 16 columns to a matrix, and run down the keys in blocks. So a chunk of a prompt,
 rows that share a prefix and a row over its own keys are the same work. Items over parts of a row's keys are merged.
 
-numba compiles the kernels once and keeps the result beside this file, or in the user's cache folder. It notices a
-change of this file only: after one of ``vectors.py``, ``columns.py`` or ``tiles.py``, touch this file. A kernel is a C
-function that gets the address of one record. All threads call it at once; inside, they take items from a counter until
-none is left.
+A kernel is a C function that gets the address of one record. All threads call it at once; inside, they take items from
+a counter until none is left.
 """
 
 from __future__ import annotations
@@ -15,7 +13,7 @@ from __future__ import annotations
 import math
 
 import numpy as np
-from numba import carray, cfunc, from_dtype, types
+from numba import carray
 
 from anaphora.attention.columns import (
     cap,
@@ -27,13 +25,12 @@ from anaphora.attention.columns import (
     transpose_pairs,
 )
 from anaphora.attention.openmp import fields
-from anaphora.attention.tiled import KEY_BLOCK, put_key, put_value, tiled_task
+from anaphora.attention.tiled import KEY_BLOCK, put_key, put_value, tiled_item
 from anaphora.attention.tiles import TILE_BYTES, close_tiles, multiply, multiply_vectors, open_tiles
 from anaphora.attention.vectors import (
     BFLOAT16,
     FLOAT32,
     LANES,
-    OPTIONS,
     add_scaled,
     atomic_add,
     convert,
@@ -42,6 +39,7 @@ from anaphora.attention.vectors import (
     inline,
     int32,
     int64,
+    kernel,
     prefetch_rows,
     put_float32,
     put_int32,
@@ -84,7 +82,7 @@ ATTEND = fields(
     "scratch_bytes",  # of one thread
     "columns",  # of a task, at most; a multiple of 16
     # What each layer brings:
-    "tiles",  # 0, or the shape of the tile registers: products of bfloat16 go through them
+    "tiles",  # 0, or the shapes of the tile registers: products of bfloat16 go through them
     "tiled",  # whether the pool lies as ``tiled`` tells
     "pool",
     "pool_kind",
@@ -355,7 +353,7 @@ def attend_item(a, item, scratch):  # type: ignore[no-untyped-def]
     """Task by task, head by head; who ends the last share of a row merges the row."""
     task = a.tasks + 32 * (item // a.kv_heads)
     if a.tiled:
-        tiled_task(a, task, item % a.kv_heads, scratch)
+        tiled_item(a, item, scratch)
     else:
         _task(a, task, item % a.kv_heads, scratch)
     if int32(task, 5) >= 0:
@@ -367,7 +365,7 @@ def attend_item(a, item, scratch):  # type: ignore[no-untyped-def]
                 _merge(a, merge, scratch + 64)
 
 
-@cfunc(types.void(types.CPointer(from_dtype(ATTEND))), cache=True, **OPTIONS)
+@kernel(ATTEND)
 def attend(pointer):  # type: ignore[no-untyped-def]
     """All items of all tasks, in order."""
     a = carray(pointer, 1)[0]
@@ -383,7 +381,7 @@ def attend(pointer):  # type: ignore[no-untyped-def]
         close_tiles(scratch)
 
 
-@cfunc(types.void(types.CPointer(from_dtype(WRITE))), cache=True, **OPTIONS)
+@kernel(WRITE)
 def write_rows(pointer):  # type: ignore[no-untyped-def]
     """New keys and values to their slots in the pool."""
     a = carray(pointer, 1)[0]

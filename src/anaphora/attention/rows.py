@@ -101,7 +101,7 @@ class RowAttention:
         by_tiles = as_tiles or (tiles.AMX and pool.dtype == query.dtype == torch.bfloat16)
         self._call(
             self._workers,
-            tiles.SHAPE.ctypes.data if by_tiles else 0,
+            tiles.SHAPES.ctypes.data if by_tiles else 0,
             int(as_tiles),
             pool.data_ptr(),
             KINDS[pool.dtype],
@@ -119,3 +119,14 @@ class RowAttention:
 def _dense(x: Tensor) -> Tensor:
     """With the elements of a head side by side."""
     return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def large(size: int) -> Tensor:
+    """Memory of ``size`` bytes from the start of a cache line, not filled.
+
+    numpy asks for large pages, torch does not. With small ones a step that reads all weights and many keys waits for
+    the processor to find out where each page is.
+    """
+    memory = torch.from_numpy(np.empty(size + 64, np.uint8))
+    start = -memory.data_ptr() % 64
+    return memory[start : start + size]

@@ -1,7 +1,6 @@
 """The compiled kernels of the CPU between products: RMS norm, and rotary position embedding in place.
 
-They stand for seven and fourteen operations of torch. numba keeps what it compiled; after a change of ``vectors.py``
-touch this file.
+They stand for seven and fourteen operations of torch.
 """
 
 from __future__ import annotations
@@ -9,16 +8,16 @@ from __future__ import annotations
 import math
 
 import numpy as np
-from numba import carray, cfunc, from_dtype, types
+from numba import carray
 
 from anaphora.attention.openmp import fields
 from anaphora.attention.vectors import (
     FLOAT32,
-    OPTIONS,
     atomic_add,
     convert,
     float32,
     inline,
+    kernel,
     put_float32,
 )
 
@@ -63,7 +62,7 @@ def _norm(a, row, wide):  # type: ignore[no-untyped-def]
     convert(wide, 0, FLOAT32, a.out, row * a.size, a.kind, a.size)
 
 
-@cfunc(types.void(types.CPointer(from_dtype(NORM))), cache=True, **OPTIONS)
+@kernel(NORM)
 def norm_rows(pointer):  # type: ignore[no-untyped-def]
     """Each row over the root of its mean square, times the weight."""
     a = carray(pointer, 1)[0]
@@ -76,7 +75,7 @@ def norm_rows(pointer):  # type: ignore[no-untyped-def]
             _norm(a, row, wide)
 
 
-@cfunc(types.void(types.CPointer(from_dtype(ROTATE))), cache=True, **OPTIONS)
+@kernel(ROTATE)
 def rotate_rows(pointer):  # type: ignore[no-untyped-def]
     """Turn element i of the first half of each head and element i of the second by the row's angle, in place."""
     a = carray(pointer, 1)[0]

@@ -28,6 +28,7 @@ from anaphora.attention.tiles import (
     multiply_keys,
     multiply_two,
     multiply_two_onto,
+    shape_tiles,
 )
 from anaphora.attention.vectors import (
     BFLOAT16,
@@ -235,24 +236,28 @@ def _finish(a, task, kv_head, columns, scratch):  # type: ignore[no-untyped-def]
 
 
 @inline
-def tiled_task(a, task, kv_head, scratch):  # type: ignore[no-untyped-def]
+def tiled_item(a, item, scratch):  # type: ignore[no-untyped-def]
     """The rows of a task, all the heads of theirs that share a KV head, over its keys.
 
     The scores of a group of queries are made while the weights of the one before are on their way to memory.
     """
+    task, kv_head = a.tasks + 32 * (item // a.kv_heads), item % a.kv_heads
     used = int32(task, 1) * (a.heads // a.kv_heads)
     columns = (used + LANES - 1) // LANES * LANES
     panel_area, _, _, _, _, _, _, value_area, _ = tiled_areas(a.key_size, a.value_size, columns)
     table, end = int32(task, 2), int32(task, 4)
     begin = int32(task, 3) // PANEL * PANEL
     all_from, all_to = max(int32(task, 6), int32(task, 3)), int32(task, 7)
+    if used < LANES:
+        shape_tiles(a.tiles, used)
     _prefetch(a, table, begin, min(KEY_BLOCK, end - begin), kv_head)
     _queries(a, task, kv_head, columns, scratch)
     for first in range(begin, end, KEY_BLOCK):
         count = min(KEY_BLOCK, end - first)
         rows = (count + 63) // 64 * 64
         _gather(a, table, first, end, rows, kv_head, scratch + panel_area, scratch + value_area)
-        _prefetch(a, table, first + count, min(KEY_BLOCK, end - first - count), kv_head)
+        if first + count < end:
+            _prefetch(a, table, first + count, min(KEY_BLOCK, end - first - count), kv_head)
         masked, fresh = first < all_from or first + rows > all_to, first == begin
         _scores(a, 0, rows, columns, 0, scratch)
         for start in range(0, columns, LANES):
@@ -261,4 +266,6 @@ def tiled_task(a, task, kv_head, scratch):  # type: ignore[no-untyped-def]
             if start + LANES < columns:
                 _scores(a, start + LANES, rows, columns, 1 - which, scratch)
             _sums(a, start, rows, fresh, columns, scratch)
+    if used < LANES:
+        shape_tiles(a.tiles, LANES)
     _finish(a, task, kv_head, columns, scratch)

@@ -49,16 +49,21 @@ AMX = _KNOWN and _permitted()
 """Whether the tile registers can be used."""
 
 
-def _shape() -> Any:
-    shape = np.zeros(64, np.uint8)
-    shape[0] = 1  # the palette of eight equal tiles
-    shape[16:32].view(np.uint16)[:] = 64
-    shape[48:56] = 16
-    return shape
+FEW = 5
+"""Registers from here on always have 16 rows; those before have as many as there are rows to multiply."""
 
 
-SHAPE = _shape()
-"""What ``open_tiles`` sets: eight tiles of 16 rows of 64 bytes."""
+def _shapes() -> Any:
+    shapes = np.zeros((LANES + 1, 64), np.uint8)
+    shapes[:, 0] = 1  # the palette of eight tiles
+    shapes[:, 16:32].view(np.uint16)[:] = 64
+    shapes[:, 48:56] = LANES
+    shapes[:LANES, 48 : 48 + FEW] = np.arange(LANES)[:, None]
+    return shapes
+
+
+SHAPES = _shapes()
+"""Eight tiles of rows of 64 bytes, for each number of rows from 0 to 16: so many in those that are no second factor."""
 
 
 def _call(builder: Any, name: str, *args: Any) -> None:
@@ -71,10 +76,16 @@ def _pointer(builder: Any, address: Any, offset: Any) -> Any:
 
 
 @operation(ADDRESS, ADDRESS)
-def open_tiles(builder: Any, shape: Any, before: Any) -> None:
-    """Shape the thread's tiles; what they were goes to 64 bytes at ``before``."""
+def open_tiles(builder: Any, shapes: Any, before: Any) -> None:
+    """Shape the thread's tiles, all for 16 rows; what they were goes to 64 bytes at ``before``."""
     _call(builder, "sttilecfg", _pointer(builder, before, number(0)))
-    _call(builder, "ldtilecfg", _pointer(builder, shape, number(0)))
+    _call(builder, "ldtilecfg", _pointer(builder, shapes, number(64 * LANES)))
+
+
+@operation(ADDRESS, NUMBER)
+def shape_tiles(builder: Any, shapes: Any, rows: Any) -> None:
+    """From here on products with fewer rows, in less time; ``multiply_square`` and ``multiply`` need all 16."""
+    _call(builder, "ldtilecfg", _pointer(builder, shapes, builder.mul(rows, number(64))))
 
 
 @operation(ADDRESS)
@@ -110,8 +121,7 @@ def multiply(builder: Any, a: Any, a_row: Any, a_tile: Any, a_step: Any, b: Any,
 
 
 def _multiplier(groups: int, tiles: int, onto: bool = False) -> Any:
-    registers = [groups * tiles + n for n in range(8 - groups * tiles)]
-    rows, columns = registers[:groups], registers[groups:]
+    rows, columns = ([4], [5, 6, 7]) if groups == 1 else ([4, 5], [6, 7])
 
     @operation(ADDRESS, NUMBER, ADDRESS, NUMBER, ADDRESS, NUMBER, NUMBER)
     def multiply(builder: Any, a: Any, a_row: Any, b: Any, b_tile: Any, c: Any, c_row: Any, count: Any) -> None:
@@ -170,11 +180,11 @@ def multiply_keys(
     for n in range(4):
         _call(builder, "tilezero", tile(n))
     with steps(builder, count, 1) as i:
-        _call(builder, "tileloadd64", tile(7), _pointer(builder, a, builder.mul(i, row)), a_row)
+        _call(builder, "tileloadd64", tile(4), _pointer(builder, a, builder.mul(i, row)), a_row)
         for n, b in enumerate((b0, b1, b2, b3)):
             place = builder.mul(i, number(TILE_BYTES))
-            _call(builder, "tileloadd64", tile(4 + n % 3), _pointer(builder, b, place), row)
-            _call(builder, "tdpbf16ps", tile(n), tile(7), tile(4 + n % 3))
+            _call(builder, "tileloadd64", tile(FEW + n % 3), _pointer(builder, b, place), row)
+            _call(builder, "tdpbf16ps", tile(n), tile(4), tile(FEW + n % 3))
     for n in range(4):
         _call(builder, "tilestored64", tile(n), _pointer(builder, c, number(64 * n)), c_row)
 

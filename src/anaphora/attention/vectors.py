@@ -6,15 +6,18 @@ loop whether its memory overlaps.
 
 from __future__ import annotations
 
+import functools
+import hashlib
 import inspect
 import platform
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 from llvmlite import ir
-from numba import njit, types
+from numba import cfunc, from_dtype, njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
@@ -30,6 +33,29 @@ OPTIONS: dict[str, Any] = {
     "error_model": "numpy",
 }
 inline = njit(**OPTIONS)
+
+
+def kernel(record: np.dtype[Any]) -> Callable[[Callable[..., None]], Any]:
+    """Makes a function of the address of one ``record`` a compiled C function, for ``openmp.Call``.
+
+    numba keeps what it compiled beside the function's file, or in the user's cache folder. It looks at that file's time
+    alone, while a kernel consists of several files, so the name that it is kept under has a hash of them all.
+    """
+
+    def make(function: Callable[..., None]) -> Any:
+        function.__qualname__ += f"_{_sources()}"
+        return cfunc(types.void(types.CPointer(from_dtype(record))), cache=True, **OPTIONS)(function)
+
+    return make
+
+
+@functools.cache
+def _sources() -> str:
+    found = hashlib.sha256()
+    for package in ("attention", "model"):
+        for path in sorted(Path(__file__).parent.parent.joinpath(package).glob("*.py")):
+            found.update(path.read_bytes())
+    return found.hexdigest()[:12]
 
 
 def operation(*given: Any, result: Any = types.void) -> Callable[[Callable[..., Any]], Any]:

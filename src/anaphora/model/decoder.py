@@ -7,41 +7,34 @@ are done too, and goes on::
          → norm → gate and value, gated → down, added
 
 A thread that the system stops between two items holds nobody up. Rows are bfloat16, side by side; a row's results do
-not depend on the rows beside it. numba keeps the compiled kernel; after a change of what is imported here touch this
-file.
+not depend on the rows beside it.
 """
 
 from __future__ import annotations
 
 import numpy as np
-from numba import carray, cfunc, from_dtype, types
+from numba import carray
 
 from anaphora.attention.epilogues import add_bias, add_sums, gate_sums, norm_row, norm_sums, turn_sums
 from anaphora.attention.native import ATTEND, attend_item
 from anaphora.attention.openmp import fields
 from anaphora.attention.tiled import put_key, put_value
-from anaphora.attention.tiles import (
-    TILE_BYTES,
-    close_tiles,
-    multiply_four,
-    multiply_square,
-    multiply_two,
-    open_tiles,
-)
+from anaphora.attention.tiles import close_tiles, open_tiles
 from anaphora.attention.vectors import (
     BFLOAT16,
     FLOAT32,
     LANES,
-    OPTIONS,
     atomic_add,
     atomic_load,
     convert,
     convert_rows,
     inline,
     int64,
+    kernel,
     memory,
     pause,
 )
+from anaphora.model.products import BLOCK_ROWS, GROUP_ROWS, multiply_group
 
 PHASES = 7
 """Of a layer."""
@@ -51,9 +44,6 @@ PHASE_BYTES = 128
 
 NORM_ROWS = 16
 """Rows that are one item of a norm."""
-
-GROUP_ROWS = 32
-"""Rows whose sums are made together; where rows are read, as many are there."""
 
 LAYER = np.dtype(
     [
@@ -87,7 +77,6 @@ DECODE = fields(
     "attends",  # native.ATTEND [layers]
     "num_layers",
     "rows",
-    "block_rows",  # of an item, at most
     "hidden",  # [rows, hidden_size], in place
     "normed",  # [rows, hidden_size]
     "query",  # [rows, heads · head_size]
@@ -128,25 +117,7 @@ def _end(a, phase):  # type: ignore[no-untyped-def]
 
 @inline
 def _blocks(a):  # type: ignore[no-untyped-def]
-    return (a.rows + a.block_rows - 1) // a.block_rows
-
-
-@inline
-def _multiply(x, x_row, weight, size, tiles, sums, sums_row, rows):  # type: ignore[no-untyped-def]
-    """Sums of up to 32 rows for ``tiles`` · 16 outputs, an even number of tiles."""
-    steps = size // 32
-    output = TILE_BYTES * steps
-    tile = np.int64(0)
-    if rows > LANES:
-        while tile < tiles:
-            multiply_square(x, x_row, weight + tile * output, output, sums + 64 * tile, sums_row, steps)
-            tile += 2
-        return
-    while tile + 4 <= tiles:
-        multiply_four(x, x_row, weight + tile * output, output, sums + 64 * tile, sums_row, steps)
-        tile += 4
-    if tile < tiles:
-        multiply_two(x, x_row, weight + tile * output, output, sums + 64 * tile, sums_row, steps)
+    return (a.rows + BLOCK_ROWS - 1) // BLOCK_ROWS
 
 
 @inline
@@ -207,11 +178,11 @@ def _project(a, layer, attend, phase, sums):  # type: ignore[no-untyped-def]
         if item < 0:
             break
         block, head = item // heads, item % heads
-        begin = block * a.block_rows
+        begin = block * BLOCK_ROWS
         weight = layer.joint + head * a.head_size * row_bytes
-        for first in range(begin, min(begin + a.block_rows, a.rows), GROUP_ROWS):
+        for first in range(begin, min(begin + BLOCK_ROWS, a.rows), GROUP_ROWS):
             rows, x = min(a.rows - first, GROUP_ROWS), a.normed + first * row_bytes
-            _multiply(x, row_bytes, weight, a.hidden_size, a.head_size // 16, sums, 4 * a.head_size, rows)
+            multiply_group(x, row_bytes, weight, a.hidden_size, a.head_size // 16, sums, 4 * a.head_size, rows)
             _head(a, layer, attend, head, first, rows, sums)
         _end(a, phase)
 
@@ -239,10 +210,10 @@ def _add(a, phase, x, size, weight, bias, sums):  # type: ignore[no-untyped-def]
             break
         block, tile = item // panels, item % panels * tiles
         width = min(tiles, a.hidden_size // 16 - tile)
-        begin = block * a.block_rows
-        for first in range(begin, min(begin + a.block_rows, a.rows), GROUP_ROWS):
+        begin = block * BLOCK_ROWS
+        for first in range(begin, min(begin + BLOCK_ROWS, a.rows), GROUP_ROWS):
             rows = min(a.rows - first, GROUP_ROWS)
-            _multiply(x + 2 * first * size, 2 * size, weight + 32 * tile * size, size, width, sums, 256, rows)
+            multiply_group(x + 2 * first * size, 2 * size, weight + 32 * tile * size, size, width, sums, 256, rows)
             if bias:
                 add_bias(sums, 256, bias + 64 * tile, rows, 16 * width)
             target = a.hidden + 2 * (first * a.hidden_size + 16 * tile)
@@ -262,17 +233,17 @@ def _gate(a, layer, phase, sums):  # type: ignore[no-untyped-def]
             break
         block, tile = item // panels, item % panels * tiles
         width = min(tiles, all_tiles - tile)
-        begin = block * a.block_rows
+        begin = block * BLOCK_ROWS
         weight = layer.gated + 16 * tile * row_bytes
-        for first in range(begin, min(begin + a.block_rows, a.rows), GROUP_ROWS):
+        for first in range(begin, min(begin + BLOCK_ROWS, a.rows), GROUP_ROWS):
             rows, x = min(a.rows - first, GROUP_ROWS), a.normed + first * row_bytes
-            _multiply(x, row_bytes, weight, a.hidden_size, width, sums, 256, rows)
+            multiply_group(x, row_bytes, weight, a.hidden_size, width, sums, 256, rows)
             target = a.active + 2 * (first * a.inner_size + 8 * tile)
             gate_sums(sums, 256, target, 2 * a.inner_size, rows, 8 * width)
         _end(a, phase)
 
 
-@cfunc(types.void(types.CPointer(from_dtype(DECODE))), cache=True, **OPTIONS)
+@kernel(DECODE)
 def decode(pointer):  # type: ignore[no-untyped-def]
     """All layers, in place of ``hidden``."""
     a = carray(pointer, 1)[0]

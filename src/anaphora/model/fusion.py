@@ -18,28 +18,10 @@ from torch import Tensor, nn
 
 from anaphora.attention import openmp, rowwise
 from anaphora.attention.rows import KINDS
+from anaphora.model.packed import linear, packs
 
 _SIBLINGS = ("q_proj", "k_proj", "v_proj")
 """Projections that an attention applies to one and the same input."""
-
-
-class PackedLinear(nn.Module):
-    """A linear layer whose weight is in oneDNN's own layout (plain layouts are packed anew at each call).
-
-    ``activation`` is oneDNN's name of a function that is applied to the result, such as ``swish``.
-    """
-
-    activation = "none"
-
-    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
-        super().__init__()
-        self.out_features, self.in_features = weight.shape
-        self.register_buffer("bias", bias, persistent=False)
-        self.packed = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous())
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = torch.ops.mkldnn._linear_pointwise(x, self.packed, self.bias, self.activation, [], "")
-        return out
 
 
 class _Joint:
@@ -84,8 +66,8 @@ def fuse(model: nn.Module) -> None:
         _simplify_mlp(module)
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
-            if type(child) is nn.Linear and _packs(child.weight):
-                setattr(parent, name, PackedLinear(child.weight.detach(), child.bias))
+            if type(child) is nn.Linear and packs(child.weight):
+                setattr(parent, name, linear(child.weight.detach(), child.bias))
 
 
 def _join_siblings(module: nn.Module) -> None:
@@ -100,14 +82,10 @@ def _join_siblings(module: nn.Module) -> None:
     product.weight = nn.Parameter(torch.cat([x.weight.detach() for x in layers]), requires_grad=False)
     if first.bias is not None:
         product.bias = nn.Parameter(torch.cat([x.bias.detach() for x in layers]), requires_grad=False)
-    ready = PackedLinear(product.weight, product.bias) if _packs(product.weight) else product
+    ready = linear(product.weight, product.bias) if packs(product.weight) else product
     joint = _Joint(ready, [x.out_features for x in layers])
     for index, name in enumerate(_SIBLINGS):
         setattr(module, name, JointLinear(joint, index))
-
-
-def _packs(weight: Tensor) -> bool:
-    return weight.dtype == torch.bfloat16 and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
 class _Norm:
@@ -193,16 +171,16 @@ def _turns_halves(known: Callable[..., tuple[Tensor, Tensor]]) -> bool:
 def _simplify_mlp(module: Any) -> None:
     """A SiLU-gated MLP whose activation happens inside the gate's product."""
     layers: list[Any] = [getattr(module, name, None) for name in ("gate_proj", "up_proj", "down_proj")]
-    if any(type(layer) is not nn.Linear or not _packs(layer.weight) for layer in layers):
+    if any(type(layer) is not nn.Linear or not packs(layer.weight) for layer in layers):
         return
-    gate, up, down = (PackedLinear(layer.weight.detach(), layer.bias) for layer in layers)
-    gate.activation = "swish"
+    gate, up, down = (linear(layer.weight.detach(), layer.bias, layer is layers[0]) for layer in layers)
 
     def forward(x: Tensor) -> Tensor:
         out: Tensor = down(gate(x).mul_(up(x)))
         return out
 
-    if _agree(module, forward, torch.randn(4, gate.in_features, generator=_generator()).to(layers[0].weight.dtype)):
+    first = layers[0].weight
+    if _agree(module, forward, torch.randn(4, first.shape[1], generator=_generator()).to(first.dtype)):
         module.gate_proj, module.up_proj, module.down_proj = gate, up, down
         module.forward = forward
 

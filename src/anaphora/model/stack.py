@@ -16,11 +16,9 @@ from torch import Tensor, nn
 from anaphora.attention import openmp
 from anaphora.attention.base import KVLayout, LayerOptions, PagedLayers, QueryRange, StepLayout, route, routed
 from anaphora.attention.cpu import CpuAttention
-from anaphora.attention.tiles import AMX, SHAPE
-from anaphora.model import decoder
-
-BLOCK_ROWS = 128
-"""Rows of an item of work, at most: as many as stay in a core's own cache while the weights go by."""
+from anaphora.attention.tiles import AMX, SHAPES
+from anaphora.model import decoder, products
+from anaphora.model.packed import Memory, pack
 
 TRIAL_ROWS = 40
 """Of the batch on which a layer is compared with itself."""
@@ -121,21 +119,6 @@ def _close(found: Tensor, expected: Tensor, beside: Tensor) -> bool:
     return gap <= 4 * step * float(expected.float().norm()) + step * float(beside.float().norm())
 
 
-class Memory:
-    """Rows for the steps, made once and larger when a step needs it; in large pages where the system has them."""
-
-    def __init__(self) -> None:
-        self._kept = np.empty(0, np.uint8)
-
-    def addresses(self, *sizes: int) -> list[int]:
-        """Where areas of so many bytes are."""
-        offsets = np.cumsum([0, *(-(-size // 64) * 64 + 64 for size in sizes)])
-        if len(self._kept) < offsets[-1] + 64:
-            self._kept = np.empty(int(offsets[-1]) + 64, np.uint8)
-        start = -(-self._kept.ctypes.data // 64) * 64
-        return [start + int(offset) for offset in offsets[:-1]]
-
-
 class DecoderStack(nn.Module):
     """Stands for all layers. Takes what a layer takes, and gives the last layer's hidden states."""
 
@@ -157,7 +140,7 @@ class DecoderStack(nn.Module):
             "heads": self._heads,
             "kv_heads": self._kv_heads,
             "head_size": self.head_size,
-            "tiles": SHAPE.ctypes.data,
+            "tiles": SHAPES.ctypes.data,
             "eps": layer.input_layernorm.variance_epsilon,
         }
         self._memory = Memory()
@@ -180,7 +163,7 @@ class DecoderStack(nn.Module):
     def run(self, hidden_states: Tensor, angles: tuple[Tensor, Tensor], layers: range) -> Tensor:
         """Through some of the layers."""
         rows, wide = hidden_states.shape[1], self._heads * self.head_size
-        padded = -(-rows // decoder.GROUP_ROWS) * decoder.GROUP_ROWS
+        padded = -(-rows // products.GROUP_ROWS) * products.GROUP_ROWS
         hidden = torch.empty(1, rows, self._hidden_size, dtype=torch.bfloat16)
         hidden.copy_(hidden_states)
         cosines, sines = (x.expand(1, rows, -1).contiguous() for x in angles)
@@ -197,7 +180,7 @@ class DecoderStack(nn.Module):
         attends, slots = calls.backend.records(layers, self._options, self._heads, query, attended)
         self._call(
             workers, phases.ctypes.data, self._layers.ctypes.data + layers.start * self._layers.itemsize,
-            attends.ctypes.data, len(layers), rows, BLOCK_ROWS, hidden.data_ptr(), normed, query, attended, active,
+            attends.ctypes.data, len(layers), rows, hidden.data_ptr(), normed, query, attended, active,
             cosines.data_ptr(), sines.data_ptr(), slots, scratches, scratch,
         )  # fmt: skip
         return hidden
@@ -226,21 +209,3 @@ def _weights(layer: Any) -> dict[str, Tensor | None]:
         "gated": pack(torch.stack(halves, 1).flatten(0, 2)),
         "down": pack(mlp.down_proj.weight),
     }
-
-
-def pack(weight: Tensor) -> Tensor:
-    """``[N, K]`` bfloat16 as the tiles that ``tiles.multiply_four`` takes for B: ``[N / 16, K / 32, 16, 16, 2]``.
-
-    A tile holds 16 pairs of K for 16 outputs.
-    """
-    outputs, size = weight.shape
-    tiles = weight.view(outputs // 16, 16, size // 32, 16, 2).permute(0, 2, 3, 1, 4)
-    packed = large(tiles.numel() * 2).view(torch.bfloat16).view(tiles.shape)
-    return packed.copy_(tiles.detach())
-
-
-def large(size: int) -> Tensor:
-    """Memory of ``size`` bytes from the start of a cache line. numpy asks for large pages, torch does not."""
-    memory = torch.from_numpy(np.empty(size + 64, np.uint8))
-    start = -memory.data_ptr() % 64
-    return memory[start : start + size]

@@ -21,6 +21,7 @@ def bars(console: Console) -> Progress:
         TextColumn("{task.fields[count]}"),
         TimeElapsedColumn(),
         console=console,
+        refresh_per_second=4,  # the servers that are measured may need the same processor
     )
 
 

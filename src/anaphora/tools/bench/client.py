@@ -186,7 +186,7 @@ class Server:
         try:
             async with self._http.stream("POST", planned.path, json=body) as response:
                 if response.is_success:
-                    await _follow(response.aiter_lines(), sample, heard)
+                    await _follow(_lines(response), sample, heard)
                 else:
                     sample.error = (
                         f"HTTP {response.status_code}: {(await response.aread()).decode(errors='replace'):.300}"
@@ -214,21 +214,32 @@ def describe(error: Exception) -> str:
     return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
 
 
-async def _follow(lines: AsyncIterator[str], sample: Sample, heard: Heard | None) -> None:
+async def _lines(response: httpx.Response) -> AsyncIterator[bytes]:
+    """Lines of a body as they come. ``aiter_lines`` looks for eight other ends of line too, character by character."""
+    rest = b""
+    async for data in response.aiter_bytes():
+        *lines, rest = (rest + data).split(b"\n")
+        for line in lines:
+            yield line
+    if rest:
+        yield rest
+
+
+async def _follow(lines: AsyncIterator[bytes], sample: Sample, heard: Heard | None) -> None:
     """Read server-sent events into ``sample``. The first token is the first event that carries content."""
     ended = False
     async for line in lines:
-        if not line.startswith("data:"):
+        if not line.startswith(b"data:"):
             continue
         now = time.perf_counter()
         data = line[5:].strip()
-        if data == "[DONE]":
+        if data == b"[DONE]":
             ended = True
             continue
         try:
             event = msgspec.json.decode(data)
         except msgspec.DecodeError:
-            sample.error = f"the server sent what is no JSON: {data:.100}"
+            sample.error = f"the server sent what is no JSON: {data.decode(errors='replace'):.100}"
             return
         if event.get("error"):
             sample.error = f"the server broke off: {event['error']!s:.300}"

@@ -21,6 +21,11 @@ from anaphora.tools.bench.report import Report, print_report
 from anaphora.tools.bench.servers import end_on_terminate
 from anaphora.tools.bench.workloads import Session
 
+try:
+    from uvloop import new_event_loop
+except ImportError:  # on Windows
+    new_event_loop = None
+
 DEFAULT_REQUESTS = 16
 SETTLE_SECONDS = 0.3
 TERMINATED = 128 + 15
@@ -32,7 +37,8 @@ def main(options: BenchOptions) -> int:
         if name and Path(name).is_dir():
             raise ConfigError(f"{name} is a folder: name a file")
     try:
-        report = asyncio.run(Run(options).measure())
+        with asyncio.Runner(loop_factory=new_event_loop) as runner:
+            report = runner.run(Run(options).measure())
     except asyncio.CancelledError:
         return TERMINATED
     print_report(report, Console())
