@@ -10,7 +10,9 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from anaphora.attention import tiles
-from anaphora.model.stack import DecoderStack, pack
+from anaphora.model.agreement import close
+from anaphora.model.packed import pack
+from anaphora.model.stack import DecoderStack
 from anaphora.types import BlockCopy, PrefixGroup
 from tests.support.checkpoints import FAMILIES, VOCAB, save
 from tests.support.steps import Recorder, eager_logits
@@ -129,6 +131,26 @@ def test_what_the_kernel_does_not_do_is_left_to_the_model(changes: dict[str, Any
     run.step(chunk(run, 0, PROMPT, 0, 45), joins=[run.join(0, PROMPT, range(1, 5))])
     assert not is_stacked(run)
     assert pair.gap(run, 0, PROMPT) < 0.05
+
+
+def test_a_fault_in_one_row_is_seen_beside_a_row_that_is_a_thousand_times_as_large() -> None:
+    """As the first token's hidden states are in many models."""
+    torch.manual_seed(0)
+    given, out = torch.randn(1, 20, 96).bfloat16(), torch.randn(1, 20, 96).bfloat16()
+    given[0, 0] *= 1000
+    assert close(out.clone(), out, given)
+    wrong = out.clone()
+    wrong[0, 7] *= 1.2
+    assert not close(wrong, out, given)
+
+
+def test_a_pool_in_float32_is_read_as_such(tmp_path: Path) -> None:
+    pair = Pair(save(tmp_path, "llama", dtype=torch.bfloat16, **FITTING))
+    run = Recorder(pair.folder, block_size=16, kv_dtype="float32")
+    assert is_stacked(run)
+    run.step(chunk(run, 0, PROMPT, 0, 45), joins=[run.join(0, PROMPT, range(1, 5))])
+    run.step(run.token(0, 45, 7))
+    assert pair.gap(run, 0, [*PROMPT, 7]) < 0.05
 
 
 def test_weights_are_packed_as_the_registers_read_them() -> None:

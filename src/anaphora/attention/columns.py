@@ -8,6 +8,7 @@ import numpy as np
 from llvmlite import ir
 from numba.core import cgutils
 
+from anaphora.attention.tiles import KNOWN
 from anaphora.attention.vectors import (
     ADDRESS,
     FLOAT,
@@ -29,6 +30,7 @@ from anaphora.attention.vectors import (
     splat,
     steps,
     store,
+    store_narrow,
 )
 
 
@@ -204,7 +206,9 @@ _EIGHT_BITS = (0.0780244916677475, 0.22606757283210754, 0.6958332061767578, 0.99
 
 
 def _power(builder: Any, x: Any) -> Any:
-    """2 to the power of ``x``, for weights that become bfloat16; only where there are tile registers."""
+    """2 to the power of ``x``, for weights that become bfloat16."""
+    if not KNOWN:
+        return exp2(builder, x, exact=False)
     every, flag = ir.Constant(INT16, -1), ir.Constant(INT32, 4)
     down = ir.Constant(INT32, 9)  # less its floor, without a report
     rest = call(builder, "llvm.x86.avx512.mask.reduce.ps.512", FLOATS, x, down, x, every, flag)
@@ -279,6 +283,10 @@ def soften(builder: Any, scores: Any, count: Any, factor: Any, top: Any, total: 
             found.append(_power(builder, multiply_add(builder, score, factor, low)))
             builder.store(builder.fadd(builder.load(chain), found[-1]), chain)
         for n in range(0, 4, 2):
+            if not KNOWN:
+                for m in (n, n + 1):
+                    store_narrow(builder, found[m], weights, builder.add(i, number(LANES * m)))
+                continue
             pair = call(builder, "llvm.x86.avx512bf16.cvtne2ps2bf16.512", _PAIR, found[n + 1], found[n])
             place = builder.add(builder.lshr(i, number(1)), number(LANES // 2 * n))
             store(builder, builder.bitcast(pair, INTS), weights, place)

@@ -89,7 +89,8 @@ class CpuAttention:
             records[places] = self._planned(layout, heads, window).record
             records["query_head"][places] = layout.key_size
             records["query_row"][places] = heads * layout.key_size
-        records["tiles"], records["query_kind"] = tiles.SHAPES.ctypes.data, vectors.BFLOAT16
+        by_tiles = self._pools[0].dtype == torch.bfloat16
+        records["tiles"], records["query_kind"] = tiles.SHAPES.ctypes.data if by_tiles else 0, vectors.BFLOAT16
         records["query"], records["out"], records["sinks"] = query, out, 0
         records["pool_kind"] = KINDS[self._pools[0].dtype]
         records["tiled"] = self._tiled[layers.start : layers.stop]

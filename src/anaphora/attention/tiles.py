@@ -44,8 +44,9 @@ def _permitted() -> bool:
         return False
 
 
-_KNOWN = platform.machine() == "x86_64" and bool(get_host_cpu_features().get("amx-bf16"))
-AMX = _KNOWN and _permitted()
+KNOWN = platform.machine() == "x86_64" and bool(get_host_cpu_features().get("amx-bf16"))
+"""Whether the processor has the tile registers, and so the 16-lane instructions for bfloat16 too."""
+AMX = KNOWN and _permitted()
 """Whether the tile registers can be used."""
 
 
@@ -67,7 +68,7 @@ SHAPES = _shapes()
 
 
 def _call(builder: Any, name: str, *args: Any) -> None:
-    if _KNOWN:
+    if KNOWN:
         call(builder, f"llvm.x86.{name}", ir.VoidType(), *args)
 
 

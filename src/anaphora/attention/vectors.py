@@ -9,7 +9,9 @@ from __future__ import annotations
 import functools
 import hashlib
 import inspect
+import logging
 import platform
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,6 +22,8 @@ from llvmlite import ir
 from numba import cfunc, from_dtype, njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic
+
+logger = logging.getLogger(__name__)
 
 BFLOAT16, FLOAT32 = 0, 1
 """What a record calls the dtype of the numbers at an address."""
@@ -43,8 +47,12 @@ def kernel(record: np.dtype[Any]) -> Callable[[Callable[..., None]], Any]:
     """
 
     def make(function: Callable[..., None]) -> Any:
+        name, begun = function.__qualname__, time.monotonic()
         function.__qualname__ += f"_{_sources()}"
-        return cfunc(types.void(types.CPointer(from_dtype(record))), cache=True, **OPTIONS)(function)
+        compiled = cfunc(types.void(types.CPointer(from_dtype(record))), cache=True, **OPTIONS)(function)
+        if not compiled.cache_hits:
+            logger.info("compiled %s in %.1f s; the next start finds it", name, time.monotonic() - begun)
+        return compiled
 
     return make
 
@@ -163,6 +171,13 @@ def pause(builder: Any) -> None:
     """While waiting for another thread."""
     if platform.machine() == "x86_64":
         call(builder, "llvm.x86.sse2.pause", ir.VoidType())
+
+
+@operation()
+def give_way(builder: Any) -> None:
+    """Let others have the processor, one of whom may be the thread that is waited for."""
+    if platform.system() != "Windows":
+        call(builder, "sched_yield", INT32)
 
 
 @operation(REAL, result=types.uint32)

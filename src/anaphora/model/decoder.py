@@ -28,6 +28,7 @@ from anaphora.attention.vectors import (
     atomic_load,
     convert,
     convert_rows,
+    give_way,
     inline,
     int64,
     kernel,
@@ -41,6 +42,9 @@ PHASES = 7
 
 PHASE_BYTES = 128
 """Of a phase's counters: items taken, and in another cache line items done."""
+
+PATIENCE = 2000
+"""How often a thread looks for the end of a phase, some 0.1 ms, before it lets others have the processor."""
 
 NORM_ROWS = 16
 """Rows that are one item of a norm."""
@@ -105,8 +109,13 @@ def _take(a, phase, items):  # type: ignore[no-untyped-def]
     item = atomic_add(a.phases + PHASE_BYTES * phase, 0, 1)
     if item < items:
         return item
+    waited = 0
     while atomic_load(a.phases + PHASE_BYTES * phase, 8) < items:
-        pause()
+        if waited < PATIENCE:
+            waited += 1
+            pause()
+        else:
+            give_way()
     return np.int64(-1)
 
 

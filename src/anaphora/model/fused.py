@@ -20,6 +20,7 @@ from anaphora.attention.base import LayerOptions, attend, route
 from anaphora.attention.compiling import COMPILATIONS
 from anaphora.attention.triton import next_power
 from anaphora.model import kernels
+from anaphora.model.agreement import close
 
 ROWS = 8
 """Of the batch on which a layer is compared with itself."""
@@ -68,8 +69,8 @@ class _Call:
         with route(echo):
             out = layer(*self.args, **self.kwargs)
         given = self.args[0] if self.args else self.kwargs["hidden_states"]
-        same = all(_close(a, b) for a, b in zip(echo.asked, self.asked, strict=True))
-        if same and _close(out - given, self.out - given, float(given.norm())):
+        same = all(close(a, b) for a, b in zip(echo.asked, self.asked, strict=True))
+        if same and close(out - given, self.out - given, given):
             return True
         undo()
         return False
@@ -87,15 +88,6 @@ class _Echo:
         answer = value.repeat_interleave(query.shape[1] // value.shape[1], dim=1)
         answer[..., :size] += query[..., :size]
         return answer.transpose(1, 2)
-
-
-def _close(found: Tensor, expected: Tensor, beside: float = 0.0) -> bool:
-    """Equal to rounding; ``beside`` is the norm of what was added to both and taken away again."""
-    step = torch.finfo(expected.dtype).eps
-    if found.shape != expected.shape:
-        return False
-    gap = float((found.float() - expected.float()).norm())
-    return gap <= max(4 * step, 1e-5) * float(expected.float().norm()) + step * beside
 
 
 def _observe(model: Any, arguments: Mapping[str, Any]) -> list[_Call]:
@@ -166,7 +158,7 @@ def _fuse_norm(module: Any) -> bool:
         return False
     norm = FusedNorm(weight.detach(), eps)
     sample = torch.randn(4, len(weight), generator=torch.Generator().manual_seed(0)).to(weight)
-    if not _close(norm(sample), module(sample)):
+    if not close(norm(sample), module(sample)):
         return False
     module.forward = norm
     return True

@@ -119,9 +119,13 @@ def load_model(settings: ModelConfig, device: torch.device) -> LoadedModel:
 
 def _fuse(loaded: LoadedModel, options: dict[int, LayerOptions], device: torch.device) -> None:
     if device.type == "cpu":
-        from anaphora.model import fusion, stack
+        from anaphora.attention.tiles import AMX
+        from anaphora.model import fusion
 
-        stack.stack(base_of(loaded.model), options, loaded.layouts)
+        if AMX:
+            from anaphora.model import stack  # its kernels are compiled when they are imported
+
+            stack.stack(base_of(loaded.model), options, loaded.layouts)
         fusion.fuse(loaded.model)
     else:
         from anaphora.model import fused  # triton comes with torch for GPUs only

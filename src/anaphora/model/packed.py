@@ -19,8 +19,9 @@ def packs(weight: Tensor) -> bool:
 
 def linear(weight: Tensor, bias: Tensor | None, activates: bool = False) -> nn.Module:
     """The layer with this weight, for which ``packs`` holds; with ``activates`` its result goes through SiLU."""
-    fits = AMX and all(size % 32 == 0 for size in weight.shape)
-    return (TiledLinear if fits else OneDnnLinear)(weight, bias, activates)
+    if AMX and all(size % 32 == 0 for size in weight.shape):
+        return TiledLinear(weight, bias, activates)
+    return OneDnnLinear(weight, bias, activates)
 
 
 class Memory:

@@ -16,8 +16,9 @@ from torch import Tensor, nn
 from anaphora.attention import openmp
 from anaphora.attention.base import KVLayout, LayerOptions, PagedLayers, QueryRange, StepLayout, route, routed
 from anaphora.attention.cpu import CpuAttention
-from anaphora.attention.tiles import AMX, SHAPES
+from anaphora.attention.tiles import SHAPES
 from anaphora.model import decoder, products
+from anaphora.model.agreement import close
 from anaphora.model.packed import Memory, pack
 
 TRIAL_ROWS = 40
@@ -33,7 +34,7 @@ def stack(base: nn.Module, options: Mapping[int, LayerOptions], layouts: Sequenc
     model: Any = base
     layers = list(getattr(model, "layers", ()))
     chosen = [options[index] for index in range(len(layouts))]
-    if not AMX or len(layers) != len(layouts) or any(how.sinks is not None for how in chosen):
+    if len(layers) != len(layouts) or not hasattr(model, "embed_tokens") or any(x.sinks is not None for x in chosen):
         return False
     if not all(map(_usual, layers)) or len({_shape(layer) for layer in layers}) > 1:
         return False
@@ -61,12 +62,7 @@ def _usual(layer: Any) -> bool:
         return False
     sizes = [size for part in linear for size in part.weight.shape]
     head = getattr(attention, "head_dim", 0)
-    if (
-        head % 32
-        or not 0 < head <= 256
-        or any(size % 32 for size in sizes)
-        or any((x is None) != (inner[0] is None) for x in inner)
-    ):
+    if head not in range(32, 257, 32) or any(size % 32 for size in sizes) or (inner[0] is None) != (inner[1] is None):
         return False
     return all(hasattr(norm, "variance_epsilon") for norm in [*norms, *(x for x in inner if x is not None)])
 
@@ -107,16 +103,9 @@ def _agree(model: Any, made: DecoderStack, layouts: Sequence[KVLayout]) -> bool:
             same &= all(x.dtype == torch.bfloat16 and x.shape[-1] == made.head_size for x in angles)
             if same:
                 made.put(index, model.layers[index])
-                same = _close(made.run(given, angles, range(index, index + 1)) - given, out - given, given)
+                same = close(made.run(given, angles, range(index, index + 1)) - given, out - given, given)
                 made.put(index, None)
     return same
-
-
-def _close(found: Tensor, expected: Tensor, beside: Tensor) -> bool:
-    """Equal to rounding; ``beside`` was added to both and taken away again."""
-    step = torch.finfo(expected.dtype).eps
-    gap = float((found.float() - expected.float()).norm())
-    return gap <= 4 * step * float(expected.float().norm()) + step * float(beside.float().norm())
 
 
 class DecoderStack(nn.Module):

@@ -1,0 +1,22 @@
+"""Whether a replaced part of a model does the same as the model's own code."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def close(found: Tensor, expected: Tensor, beside: Tensor | None = None) -> bool:
+    """Whether each row (the last dimension) is equal to rounding.
+
+    ``beside`` was added to both and taken away again, so that its rounding is in both. Rows are looked at one by one,
+    since some tokens have hidden states a thousand times as large as others.
+    """
+    step = torch.finfo(expected.dtype).eps
+    if found.shape != expected.shape:
+        return False
+    gap = (found.float() - expected.float()).norm(dim=-1)
+    allowed = max(8 * step, 1e-5) * expected.float().norm(dim=-1)
+    if beside is not None:
+        allowed = allowed + step * beside.float().norm(dim=-1)
+    return bool((gap <= allowed).all())
