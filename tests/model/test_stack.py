@@ -106,6 +106,20 @@ def test_a_row_does_not_depend_on_the_rows_beside_it(pair: Pair) -> None:
     assert not torch.equal(run.logits[1], alone)
 
 
+@pytest.mark.parametrize("block_size", [16, 48])
+def test_a_cached_prefix_changes_no_bit(pair: Pair, block_size: int) -> None:
+    """Wherever the cached part ends, and where all of the prompt but its last token is cached."""
+    run = Recorder(pair.folder, block_size=block_size)
+    prompt = [(5 * i * i + i) % VOCAB for i in range(300)]
+    count = -(-300 // block_size)
+    run.step(chunk(run, 0, prompt, 0, 300), joins=[run.join(0, prompt, range(1, 1 + count))])
+    cold = run.logits[0]
+    for cut in (1, 16, 127, 128, 143, 283, 284, 298, 299):
+        run.step(chunk(run, 1, prompt, 0, cut), joins=[run.join(1, prompt, range(80, 80 + count))])
+        run.step(chunk(run, 1, prompt, cut, 300))
+        assert torch.equal(run.logits[1], cold), cut
+
+
 @pytest.mark.parametrize("family", [name for name in FAMILIES if name not in STACKED])
 def test_other_families_keep_their_layers(family: str, tmp_path: Path) -> None:
     changes = {"hidden_size": 96, "intermediate_size": 160}

@@ -74,7 +74,9 @@ class LayerOptions:
 class QueryRange(NamedTuple):
     """Rows ``row`` to ``row + length - 1`` of the flat batch: positions from ``start`` on of the sequence in ``slot``.
 
-    ``blocks`` is its block table; it may go on behind position ``start + length - 1``.
+    ``blocks`` is its block table; it may go on behind position ``start + length - 1``. With ``prompt`` a row is part of
+    a prompt: where a backend adds up chunks in another order than lone rows, it is to be added up as in a chunk, so
+    that a prompt whose last token alone is computed has the same logits, to the bit, as one that is computed whole.
     """
 
     slot: int
@@ -82,6 +84,7 @@ class QueryRange(NamedTuple):
     length: int
     start: int
     blocks: Sequence[int]
+    prompt: bool = False
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -66,7 +66,7 @@ class _Planner:
         self.num_shares = 0
 
     def plan(self, chunk_rows: int) -> Plan:
-        rows = {query.slot: query for query in self.layout.queries if query.length == 1}
+        rows = {query.slot: query for query in self.layout.queries if query.length == 1 and not query.prompt}
         shared = dict.fromkeys(rows, 0)  # keys of each row that groups cover
         for group in self.layout.groups:
             members = [rows[slot] for slot in group.slots if slot in rows]
@@ -75,7 +75,7 @@ class _Planner:
         for query in rows.values():
             self._own(query, shared[query.slot])
         for query in self.layout.queries:
-            if query.length > 1:
+            if query.length > 1 or query.prompt:
                 self._chunk(query, chunk_rows)
         merged, merges, shares = np.zeros(len(self.ends), np.int32), [], []
         for index, (row, places) in enumerate(self.shares.items()):

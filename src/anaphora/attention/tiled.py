@@ -59,6 +59,10 @@ KEY_BLOCK = 128
 SLACK = 8.0
 """By how many powers of 2 a score may be above the maximum that weights are relative to."""
 
+_STRIDE = 64
+"""Keys that products and sums go over at once. Blocks of keys begin and end at the same positions in every step, so
+that a prompt's row has the same result, to the bit, whatever is computed with it and however much before it is cached."""
+
 _TILE = KEY_BLOCK // 32 * TILE_BYTES  # from 16 values of all keys of a block to the next
 
 
@@ -128,13 +132,13 @@ def _queries(a, task, kv_head, columns, scratch):  # type: ignore[no-untyped-def
 
 
 @inline
-def _gather(a, table, first, end, rows, kv_head, panels, values):  # type: ignore[no-untyped-def]
-    """Where the panels of a block of keys are, and their values as tiles: zeros from ``end`` on."""
+def _gather(a, table, first, begin, end, rows, kv_head, panels, values):  # type: ignore[no-untyped-def]
+    """Where the panels of a block of keys are, and their values as tiles; zeros before ``begin`` and behind ``end``."""
     for index in range(rows // PANEL):
         position = first + PANEL * index
         target = values + index // 2 * TILE_BYTES + index % 2 * (TILE_BYTES // 2)
-        known = min(end - position, PANEL)
-        panel = _panel(a, table, position if known > 0 else first)
+        known = min(end - position, PANEL) if position >= begin else np.int64(0)
+        panel = _panel(a, table, position if known > 0 else begin)
         put_int64(panels, index, panel + 32 * a.key_size * kv_head)
         if known > 0:
             source = panel + 32 * (a.value_offset + a.value_size * kv_head)
@@ -252,13 +256,14 @@ def tiled_item(a, item, scratch):  # type: ignore[no-untyped-def]
         shape_tiles(a.tiles, used)
     _prefetch(a, table, begin, min(KEY_BLOCK, end - begin), kv_head)
     _queries(a, task, kv_head, columns, scratch)
-    for first in range(begin, end, KEY_BLOCK):
-        count = min(KEY_BLOCK, end - first)
-        rows = (count + 63) // 64 * 64
-        _gather(a, table, first, end, rows, kv_head, scratch + panel_area, scratch + value_area)
-        if first + count < end:
-            _prefetch(a, table, first + count, min(KEY_BLOCK, end - first - count), kv_head)
-        masked, fresh = first < all_from or first + rows > all_to, first == begin
+    first = begin // _STRIDE * _STRIDE
+    fresh = True
+    while first < end:
+        behind = min(first // KEY_BLOCK * KEY_BLOCK + KEY_BLOCK, end)
+        rows = (behind - first + _STRIDE - 1) // _STRIDE * _STRIDE
+        _gather(a, table, first, begin, end, rows, kv_head, scratch + panel_area, scratch + value_area)
+        _prefetch(a, table, behind, min(KEY_BLOCK, end - behind), kv_head)
+        masked = first < all_from or first + rows > all_to
         _scores(a, 0, rows, columns, 0, scratch)
         for start in range(0, columns, LANES):
             which = start // LANES % 2
@@ -266,6 +271,7 @@ def tiled_item(a, item, scratch):  # type: ignore[no-untyped-def]
             if start + LANES < columns:
                 _scores(a, start + LANES, rows, columns, 1 - which, scratch)
             _sums(a, start, rows, fresh, columns, scratch)
+        first, fresh = behind, False
     if used < LANES:
         shape_tiles(a.tiles, LANES)
     _finish(a, task, kv_head, columns, scratch)

@@ -73,7 +73,7 @@ def flatten(
                 f"slot {slot} is to compute positions {start} to {end - 1}, "
                 f"but its block table holds {len(table) * block_size} tokens"
             )
-        queries.append(QueryRange(slot, row, length, start, table))
+        queries.append(QueryRange(slot, row, length, start, table, tokens is not None))
         if tokens is None:
             if slot not in sampled:
                 raise StepFailed(f"slot {slot} has sampled no token to go on from")
