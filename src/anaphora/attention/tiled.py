@@ -61,7 +61,7 @@ SLACK = 8.0
 
 _STRIDE = 64
 """Keys that products and sums go over at once. Blocks of keys begin and end at the same positions in every step, so
-that a prompt's row has the same result, to the bit, whatever is computed with it and however much before it is cached."""
+that a prompt's row has the same result, to the bit, whatever is computed with it and however much of it is cached."""
 
 _TILE = KEY_BLOCK // 32 * TILE_BYTES  # from 16 values of all keys of a block to the next
 
