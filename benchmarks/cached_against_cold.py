@@ -95,6 +95,7 @@ def compare(folder: Path, count: int, dtype: str, tokens: int, cut: int = CUT) -
         "prompts": count,
         "prompts_with_hits": len(hits),
         "cached_tokens_mean": statistics.fmean(cached_tokens),
+        "first_tokens_equal_to_the_bit": sum(gap == 0 for gap in hits),
         "first_token_gap_max": max(hits),
         "first_token_gap_median": statistics.median(hits),
         "tokens_compared": tokens,

@@ -142,3 +142,7 @@ def test_the_figures_of_the_cpu_are_the_stored_ones() -> None:
     alone, server = rows["alone"], rows["server"]
     assert f"cold {alone['ttft_cold_s']:.2f} s, hit {alone['ttft_hit_s']:.2f} s" in text
     assert f"ready after {server['ready_s']:.1f} s" in text
+    first, *_, last = rows["sweep"]["sweep"]
+    for side, after in (("on", " times as long with the cache on"), ("off", " times with it off")):
+        ratio = last[side]["prefill_p50_s"] / first[side]["prefill_p50_s"]
+        assert f"{ratio:.2f}{after}" in text.replace("\n", " ")
