@@ -284,6 +284,15 @@ class InterruptingRunner(FakeRunner):
         return pending
 
 
+@pytest.fixture
+def interrupts() -> Iterator[None]:
+    """Ctrl-C as in a terminal: a shell starts what runs in the background with it ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("interrupts")
 @pytest.mark.parametrize("lookahead", [0, 1])
 def test_an_interrupt_aborts_all_between_two_steps(make: Make, monkeypatch: pytest.MonkeyPatch, lookahead: int) -> None:
     runner = InterruptingRunner(num_blocks=200, window=WINDOW, lookahead=lookahead)
@@ -296,6 +305,7 @@ def test_an_interrupt_aborts_all_between_two_steps(make: Make, monkeypatch: pyte
     assert llm.generate([[1, 2]], plain())[0].outputs[0].token_ids == expected([1, 2], 8)
 
 
+@pytest.mark.usefixtures("interrupts")
 def test_a_second_interrupt_strikes_at_once(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     runner = InterruptingRunner(num_blocks=200, window=WINDOW)
     runner.presses = 2

@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 def close(found: Tensor, expected: Tensor, beside: Tensor | None = None) -> bool:
-    """Whether each row (the last dimension) is equal to rounding.
+    """Whether rows (the last dimension) are equal to rounding: in the mean, and each to three times as much.
 
     ``beside`` was added to both and taken away again, so that its rounding is in both. Rows are looked at one by one,
     since some tokens have hidden states a thousand times as large as others.
@@ -16,7 +16,8 @@ def close(found: Tensor, expected: Tensor, beside: Tensor | None = None) -> bool
     if found.shape != expected.shape:
         return False
     gap = (found.float() - expected.float()).norm(dim=-1)
-    allowed = max(8 * step, 1e-5) * expected.float().norm(dim=-1)
+    allowed = max(3 * step, 1e-5) * expected.float().norm(dim=-1)
     if beside is not None:
-        allowed = allowed + step * beside.float().norm(dim=-1)
-    return bool((gap <= allowed).all())
+        allowed = allowed + 0.75 * step * beside.float().norm(dim=-1)
+    ratio = gap / allowed.clamp(min=torch.finfo(torch.float32).tiny)
+    return bool(ratio.mean() <= 1 and ratio.max() <= 3)
