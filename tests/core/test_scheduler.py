@@ -107,6 +107,25 @@ def test_a_request_that_cannot_be_computed_falls_alone() -> None:
     assert answer(run(engine)["next", 0]) == truth([*STEM, 5], 4)
 
 
+@both_pipelines
+@pytest.mark.parametrize("before", [8, 10])
+def test_nothing_that_a_failed_request_computed_before_is_found(lookahead: int, before: int) -> None:
+    """What makes its logits no numbers may have spoilt the tokens before it: those of its earlier steps too."""
+    runner = FakeRunner(100, 4, lookahead=lookahead)
+    runner.poison = {666}
+    engine = make_engine(runner, max_num_batched_tokens=before)
+    engine.add(make_request("good", STEM[:4], 1))
+    run(engine)
+    start = [*STEM[:4], *range(100, 100 + before - 4)]
+    engine.add(make_request("bad", [*start, 1, 2, 3, 666], 4))
+    assert run(engine)["bad", 0][-1].finish_reason is FinishReason.ERROR
+    engine.check()
+    engine.add(make_request("next", [*start, 5], 4))
+    updates = run(engine)
+    assert answer(updates["next", 0]) == truth([*start, 5], 4)
+    assert updates["next", 0][0].prompt.cache.cached_tokens == 4  # type: ignore[union-attr]
+
+
 def test_steps_that_always_fail_end_every_request() -> None:
     runner = FakeRunner(100, 4, lookahead=1)
     runner.failing = set(range(1000))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import mmap
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -60,6 +61,20 @@ def test_nothing_behind_the_last_row_is_read() -> None:
     x = torch.frombuffer(whole, dtype=torch.bfloat16)[-rows * size :].view(rows, size)
     x.copy_(torch.randn(rows, size))
     assert torch.equal(layer(x), layer(x.clone()))
+
+
+@FITTING
+def test_two_threads_do_not_share_their_scratch() -> None:
+    """Each of two models may have a thread of its own."""
+    layers = [linear(*random(96, 480)), linear(*random(160, 96))]
+    inputs = [torch.randn(33, size).bfloat16() for size in (96, 160)]
+    expected = [layer(x) for layer, x in zip(layers, inputs, strict=True)]
+
+    def same(which: int) -> bool:
+        return all(torch.equal(layers[which](inputs[which]), expected[which]) for _ in range(300))
+
+    with ThreadPoolExecutor(2) as threads:
+        assert all(threads.map(same, (0, 1)))
 
 
 def test_sizes_that_fill_no_tile_go_to_onednn() -> None:

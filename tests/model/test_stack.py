@@ -167,6 +167,19 @@ def test_a_pool_in_float32_is_read_as_such(tmp_path: Path) -> None:
     assert pair.gap(run, 0, [*PROMPT, 7]) < 0.05
 
 
+def test_what_depends_on_the_position_is_seen_in_the_trial(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ministral 3 scales its queries, from a position on that a prompt of the trial's length does not reach."""
+    monkeypatch.setitem(FAMILIES, "ministral3", ("Ministral3Config", {}))
+    rope = {"rope_type": "yarn", "rope_theta": 1e6, "factor": 16.0, "original_max_position_embeddings": 64}
+    rope |= {"beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1}
+    changes = {**FITTING, "rope_parameters": rope, "sliding_window": None}
+    pair = Pair(save(tmp_path, "ministral3", dtype=torch.bfloat16, **changes))
+    run = Recorder(pair.folder, block_size=16)
+    prompt = [(7 * i * i + 3 * i) % VOCAB for i in range(400)]
+    run.step(chunk(run, 0, prompt, 0, 400), joins=[run.join(0, prompt, range(1, 26))])
+    assert pair.gap(run, 0, prompt) < 0.1
+
+
 def test_weights_are_packed_as_the_registers_read_them() -> None:
     weight = torch.arange(32 * 64).view(32, 64).bfloat16()
     tile = pack(weight)[1, 1]

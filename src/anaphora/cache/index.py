@@ -15,7 +15,7 @@ where the wanted tokens would be inserted.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from anaphora.cache.hashing import TOKEN_BYTES, BlockHash
@@ -103,6 +103,11 @@ class PrefixIndex:
     def continuations(self, digest: BlockHash) -> Iterator[Block]:
         """The computed full blocks that continue a hash or a root."""
         return (block for _, _, block in self._continuations.get(digest, ()) if block.hash is not None)
+
+    def made_by(self, key: str, parents: Iterable[BlockHash]) -> list[Block]:
+        """The computed blocks, full or not, by which the sequence of that key went on from one of ``parents``."""
+        found = (block for parent in parents for _, _, block in self._continuations.get(parent, ()))
+        return [block for block in found if block.made_by == key]
 
     def neighbour(self, parent: BlockHash, wanted: bytes, shared: int) -> Block | None:
         """A computed block under ``parent`` that begins with the first ``shared`` tokens of ``wanted`` and goes on.

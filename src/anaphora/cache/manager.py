@@ -274,6 +274,17 @@ class CacheManager:
         table.blocks = []
         table.private_from = table.settled = 0
 
+    def distrust(self, table: BlockTable) -> None:
+        """The sequence of a released table cannot be computed: nobody is to find what it computed, in whichever step.
+
+        What made its logits no numbers may be in the keys and values of tokens that came before, too: attention
+        multiplies what a row does not see by zero, which leaves no zero where there is no number.
+        """
+        for block in self.index.made_by(table.key, (table.root, *table.hashes)):
+            if block.ref_count == 0:
+                self.pool.discard(block)
+            self._forget(block)
+
     def _disown(self, table: BlockTable) -> None:
         for digest in table.owned:
             if self.index.pending.get(digest) is table:

@@ -385,6 +385,7 @@ class Scheduler:
             sequence.alone = True
             if len(guilty) == 1 or sequence.failures >= self.MAX_FAILURES:
                 updates.append(self._give_up(sequence, error))
+                self.cache.distrust(sequence.table)
         return updates
 
     def give_up(self) -> list[SequenceUpdate]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -21,3 +23,9 @@ def close(found: Tensor, expected: Tensor, beside: Tensor | None = None) -> bool
         allowed = allowed + 0.75 * step * beside.float().norm(dim=-1)
     ratio = gap / allowed.clamp(min=torch.finfo(torch.float32).tiny)
     return bool(ratio.mean() <= 1 and ratio.max() <= 3)
+
+
+def positions(model: Any, rows: int) -> Tensor:
+    """``[1, rows]`` from the first to the last of the window: some models turn or scale later ones otherwise."""
+    window = int(getattr(getattr(model, "config", None), "max_position_embeddings", None) or rows)
+    return torch.linspace(0, window - 1, rows, dtype=torch.float64).long()[None]

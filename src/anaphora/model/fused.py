@@ -20,7 +20,7 @@ from anaphora.attention.base import LayerOptions, attend, route
 from anaphora.attention.compiling import COMPILATIONS
 from anaphora.attention.triton import next_power
 from anaphora.model import kernels
-from anaphora.model.agreement import close
+from anaphora.model.agreement import close, positions
 
 ROWS = 8
 """Of the batch on which a layer is compared with itself."""
@@ -102,9 +102,8 @@ def _observe(model: Any, arguments: Mapping[str, Any]) -> list[_Call]:
     device = model.embed_tokens.weight.device
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(model.embed_tokens.num_embeddings, (1, ROWS), generator=generator).to(device)
-    positions = torch.arange(3, 3 + ROWS, device=device)[None]
     with _hooks([layer.register_forward_hook(note, with_kwargs=True) for layer in model.layers]), route(echo):
-        model(tokens, position_ids=positions, **arguments)
+        model(tokens, position_ids=positions(model, ROWS).to(device), **arguments)
     return calls if all(isinstance(call.out, Tensor) for call in calls) else []
 
 

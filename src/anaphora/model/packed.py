@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 import numpy as np
 import torch
 from torch import Tensor, nn
@@ -56,7 +58,7 @@ class OneDnnLinear(nn.Module):
 class TiledLinear(nn.Module):
     """A linear layer by the kernel of ``products.py``. In and out features are multiples of 32."""
 
-    _memory = Memory()  # of all of them, since one runs at a time
+    _own = threading.local()  # the scratch of all that one thread uses, since they run one after the other
 
     def __init__(self, weight: Tensor, bias: Tensor | None, activates: bool = False) -> None:
         super().__init__()
@@ -78,7 +80,8 @@ class TiledLinear(nn.Module):
         x = x.contiguous()
         out = x.new_empty(*x.shape[:-1], self.out_features)
         workers, scratch = openmp.threads(), products.project_bytes(self.in_features)
-        (address,) = self._memory.addresses(workers * scratch)
+        memory: Memory = self._own.__dict__.setdefault("memory", Memory())
+        (address,) = memory.addresses(workers * scratch)
         self._call(workers, x.data_ptr(), x.numel() // self.in_features, out.data_ptr(), address, scratch)
         return out
 

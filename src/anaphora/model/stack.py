@@ -18,7 +18,7 @@ from anaphora.attention.base import KVLayout, LayerOptions, PagedLayers, QueryRa
 from anaphora.attention.cpu import CpuAttention
 from anaphora.attention.tiles import SHAPES
 from anaphora.model import decoder, products
-from anaphora.model.agreement import close
+from anaphora.model.agreement import close, positions
 from anaphora.model.packed import Memory, pack
 
 TRIAL_ROWS = 40
@@ -77,7 +77,7 @@ def _shape(layer: Any) -> tuple[Any, ...]:
 
 
 def _agree(model: Any, made: DecoderStack, layouts: Sequence[KVLayout]) -> bool:
-    """Whether each layer does what the stack does in its place, on a few random tokens."""
+    """Whether each layer does what the stack does in its place, on a few random tokens all over the window."""
     calls: list[tuple[Tensor, tuple[Tensor, Tensor], Tensor]] = []
 
     def note(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
@@ -94,7 +94,7 @@ def _agree(model: Any, made: DecoderStack, layouts: Sequence[KVLayout]) -> bool:
     with route(PagedLayers(backend, {}, None)):
         handles = [layer.register_forward_hook(note, with_kwargs=True) for layer in model.layers]
         try:
-            model(tokens, position_ids=torch.arange(TRIAL_ROWS)[None], use_cache=False)
+            model(tokens, position_ids=positions(model, TRIAL_ROWS), use_cache=False)
         finally:
             for handle in handles:
                 handle.remove()
