@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -19,14 +18,6 @@ from anaphora.attention.vectors import LANES
 
 BLOCK = 4
 HEADS = 6
-
-
-@pytest.fixture(params=[1, 3])
-def threads(request: pytest.FixtureRequest) -> Iterator[int]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(request.param)
-    yield request.param
-    torch.set_num_threads(before)
 
 
 def poisoned(layout: KVLayout, blocks: int, dtype: torch.dtype) -> CpuAttention:

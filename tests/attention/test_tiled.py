@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 from torch import Tensor
@@ -34,14 +32,6 @@ LENGTHS = (
     *(1, 2, PANEL - 1, PANEL, PANEL + 1, 63, 64, 65, KEY_BLOCK - 1, KEY_BLOCK, KEY_BLOCK + 1),
     *(KEY_BLOCK + PANEL + 1, SEGMENT_TOKENS, SEGMENT_TOKENS + 1),
 )
-
-
-@pytest.fixture(params=[1, 3])
-def threads(request: pytest.FixtureRequest) -> Iterator[int]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(request.param)
-    yield request.param
-    torch.set_num_threads(before)
 
 
 class World:

@@ -25,7 +25,7 @@ from anaphora.attention.columns import (
     transpose_pairs,
 )
 from anaphora.attention.openmp import fields
-from anaphora.attention.tiled import KEY_BLOCK, put_key, put_value, tiled_item
+from anaphora.attention.tiled import KEY_BLOCK, put_key, put_mean, put_value, tiled_item
 from anaphora.attention.tiles import TILE_BYTES, close_tiles, multiply, multiply_vectors, open_tiles
 from anaphora.attention.vectors import (
     BFLOAT16,
@@ -265,7 +265,7 @@ def _block(a, kind, start, first, rows, masked, fresh, scratch):  # type: ignore
 
 @inline
 def _finish(a, task, kv_head, columns, scratch):  # type: ignore[no-untyped-def]
-    """From sums to means: to the output if there is nothing to merge them with, or to their share."""
+    """What all columns of a task have found."""
     _, _, _, _, _, row_area, _, sum_area, state_area, _ = areas(a.key_size, a.value_size, a.columns)
     rows, size, group = scratch + row_area, padded_value(a.value_size), a.heads // a.kv_heads
     count, base = int32(task, 1), int32(task, 5)
@@ -279,20 +279,9 @@ def _finish(a, task, kv_head, columns, scratch):  # type: ignore[no-untyped-def]
             column = start + lane
             head = kv_head * group + column // count
             total = float32(state, LANES + lane)
-            log = np.float32(float32(state, lane) * np.float32(math.log(2.0)))
-            log = np.float32(log + math.log(total)) if total > 0 else np.float32(-np.inf)
-            factor = np.float32(1.0) / total if total > 0 else np.float32(0.0)
-            mean = rows + 4 * lane * size
-            if base < 0 and a.sinks:
-                factor = factor * np.float32(1.0 / (1.0 + math.exp(float32(a.sinks, head) - log)))
-            scale(mean, a.value_size, factor)
-            if base < 0:
-                place = int32(state, 5 * LANES + lane) * a.heads + head
-                convert(mean, 0, FLOAT32, a.out, place * a.value_size, a.query_kind, a.value_size)
-            else:
-                place = (base + column % count) * a.heads + head
-                convert(mean, 0, FLOAT32, a.outs, place * a.value_size, FLOAT32, a.value_size)
-                put_float32(a.logs, place, log)
+            share = base if base < 0 else base + column % count
+            row = int32(state, 5 * LANES + lane)
+            put_mean(a, rows + 4 * lane * size, float32(state, lane), total, row, head, share)
 
 
 @inline

@@ -124,8 +124,7 @@ def _dense(x: Tensor) -> Tensor:
 def large(size: int) -> Tensor:
     """Memory of ``size`` bytes from the start of a cache line, not filled.
 
-    numpy asks for large pages, torch does not. With small ones a step that reads all weights and many keys waits for
-    the processor to find out where each page is.
+    numpy asks for large pages where the system has them, torch does not.
     """
     memory = torch.from_numpy(np.empty(size + 64, np.uint8))
     start = -memory.data_ptr() % 64

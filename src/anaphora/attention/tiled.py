@@ -216,27 +216,36 @@ def _sums(a, start, rows, fresh, columns, scratch):  # type: ignore[no-untyped-d
 
 
 @inline
+def put_mean(a, sums, largest, total, row, head, share):  # type: ignore[no-untyped-def]
+    """From the sums of a row's head to means: to the output if there is nothing to merge them with, or to a share.
+
+    ``largest`` is the power of 2 that the weights are relative to, ``total`` their sum; ``share`` is -1 or a place.
+    """
+    log = np.float32(largest * np.float32(math.log(2.0)))
+    log = np.float32(log + math.log(total)) if total > 0 else np.float32(-np.inf)
+    factor = np.float32(1.0) / total if total > 0 else np.float32(0.0)
+    if share < 0 and a.sinks:
+        factor = factor * np.float32(1.0 / (1.0 + math.exp(float32(a.sinks, head) - log)))
+    scale(sums, a.value_size, factor)
+    if share < 0:
+        convert(sums, 0, FLOAT32, a.out, (row * a.heads + head) * a.value_size, a.query_kind, a.value_size)
+    else:
+        place = share * a.heads + head
+        convert(sums, 0, FLOAT32, a.outs, place * a.value_size, FLOAT32, a.value_size)
+        put_float32(a.logs, place, log)
+
+
+@inline
 def _finish(a, task, kv_head, columns, scratch):  # type: ignore[no-untyped-def]
-    """From sums to means: to the output if there is nothing to merge them with, or to their share."""
+    """What all queries of a task have found."""
     _, state_area, total_area, _, sum_area, _, _, _, _ = tiled_areas(a.key_size, a.value_size, columns)
     group, count, base = a.heads // a.kv_heads, int32(task, 1), int32(task, 5)
     for column in range(count * group):
         state, head = scratch + state_area + 16 * column, kv_head * group + column // count
         mean = scratch + sum_area + 4 * a.value_size * column
         total = total_of(scratch + total_area + 64 * column)
-        log = np.float32(float32(state, 0) * np.float32(math.log(2.0)))
-        log = np.float32(log + math.log(total)) if total > 0 else np.float32(-np.inf)
-        factor = np.float32(1.0) / total if total > 0 else np.float32(0.0)
-        if base < 0 and a.sinks:
-            factor = factor * np.float32(1.0 / (1.0 + math.exp(float32(a.sinks, head) - log)))
-        scale(mean, a.value_size, factor)
-        if base < 0:
-            place = int32(state, 3) * a.heads + head
-            convert(mean, 0, FLOAT32, a.out, place * a.value_size, a.query_kind, a.value_size)
-        else:
-            place = (base + column % count) * a.heads + head
-            convert(mean, 0, FLOAT32, a.outs, place * a.value_size, FLOAT32, a.value_size)
-            put_float32(a.logs, place, log)
+        share = base if base < 0 else base + column % count
+        put_mean(a, mean, float32(state, 0), total, int32(state, 3), head, share)
 
 
 @inline

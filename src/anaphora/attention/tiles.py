@@ -72,6 +72,15 @@ def _call(builder: Any, name: str, *args: Any) -> None:
         call(builder, f"llvm.x86.{name}", ir.VoidType(), *args)
 
 
+def _tile(register: int) -> Any:
+    return ir.Constant(INT8, register)
+
+
+def _zero(builder: Any, count: int) -> None:
+    for n in range(count):
+        _call(builder, "tilezero", _tile(n))
+
+
 def _pointer(builder: Any, address: Any, offset: Any) -> Any:
     return at(builder, address, offset, INT8)
 
@@ -106,19 +115,15 @@ def multiply(builder: Any, a: Any, a_row: Any, a_tile: Any, a_step: Any, b: Any,
     """
     row = number(64)
 
-    def tile(register: int) -> Any:
-        return ir.Constant(INT8, register)
-
-    for n in range(4):
-        _call(builder, "tilezero", tile(n))
+    _zero(builder, 4)
     with steps(builder, count, 1) as i:
-        _call(builder, "tileloadd64", tile(7), _pointer(builder, b, builder.mul(i, number(TILE_BYTES))), row)
+        _call(builder, "tileloadd64", _tile(7), _pointer(builder, b, builder.mul(i, number(TILE_BYTES))), row)
         for n in range(4):
             place = builder.add(builder.mul(i, a_step), builder.mul(a_tile, number(n)))
-            _call(builder, "tileloadd64", tile(4 + n % 3), _pointer(builder, a, place), a_row)
-            _call(builder, "tdpbf16ps", tile(n), tile(4 + n % 3), tile(7))
+            _call(builder, "tileloadd64", _tile(4 + n % 3), _pointer(builder, a, place), a_row)
+            _call(builder, "tdpbf16ps", _tile(n), _tile(4 + n % 3), _tile(7))
     for n in range(4):
-        _call(builder, "tilestored64", tile(n), _pointer(builder, c, number(TILE_BYTES * n)), row)
+        _call(builder, "tilestored64", _tile(n), _pointer(builder, c, number(TILE_BYTES * n)), row)
 
 
 def _multiplier(groups: int, tiles: int, onto: bool = False) -> Any:
@@ -133,30 +138,26 @@ def _multiplier(groups: int, tiles: int, onto: bool = False) -> Any:
         in C already.
         """
 
-        def tile(register: int) -> Any:
-            return ir.Constant(INT8, register)
-
         def sums(instruction: str) -> None:
             for n in range(groups * tiles):
                 place = builder.add(builder.mul(c_row, number(n // tiles * LANES)), number(64 * (n % tiles)))
-                _call(builder, instruction, tile(n), _pointer(builder, c, place), c_row)
+                _call(builder, instruction, _tile(n), _pointer(builder, c, place), c_row)
 
         row = number(64)
         if onto:
             sums("tileloadd64")
         else:
-            for n in range(groups * tiles):
-                _call(builder, "tilezero", tile(n))
+            _zero(builder, groups * tiles)
         with steps(builder, count, 1) as i:
             for group, register in enumerate(rows):
                 place = builder.add(builder.mul(i, row), builder.mul(a_row, number(LANES * group)))
-                _call(builder, "tileloadd64", tile(register), _pointer(builder, a, place), a_row)
+                _call(builder, "tileloadd64", _tile(register), _pointer(builder, a, place), a_row)
             for n in range(tiles):
                 register = columns[n % len(columns)]
                 place = builder.add(builder.mul(i, number(TILE_BYTES)), builder.mul(b_tile, number(n)))
-                _call(builder, "tileloadd64", tile(register), _pointer(builder, b, place), row)
+                _call(builder, "tileloadd64", _tile(register), _pointer(builder, b, place), row)
                 for group, other in enumerate(rows):
-                    _call(builder, "tdpbf16ps", tile(group * tiles + n), tile(other), tile(register))
+                    _call(builder, "tdpbf16ps", _tile(group * tiles + n), _tile(other), _tile(register))
         sums("tilestored64")
 
     return multiply
@@ -175,19 +176,15 @@ def multiply_keys(
     """``multiply_four`` of a B whose 16 columns each are at an address of their own."""
     row = number(64)
 
-    def tile(register: int) -> Any:
-        return ir.Constant(INT8, register)
-
-    for n in range(4):
-        _call(builder, "tilezero", tile(n))
+    _zero(builder, 4)
     with steps(builder, count, 1) as i:
-        _call(builder, "tileloadd64", tile(4), _pointer(builder, a, builder.mul(i, row)), a_row)
+        _call(builder, "tileloadd64", _tile(4), _pointer(builder, a, builder.mul(i, row)), a_row)
         for n, b in enumerate((b0, b1, b2, b3)):
             place = builder.mul(i, number(TILE_BYTES))
-            _call(builder, "tileloadd64", tile(FEW + n % 3), _pointer(builder, b, place), row)
-            _call(builder, "tdpbf16ps", tile(n), tile(4), tile(FEW + n % 3))
+            _call(builder, "tileloadd64", _tile(FEW + n % 3), _pointer(builder, b, place), row)
+            _call(builder, "tdpbf16ps", _tile(n), _tile(4), _tile(FEW + n % 3))
     for n in range(4):
-        _call(builder, "tilestored64", tile(n), _pointer(builder, c, number(64 * n)), c_row)
+        _call(builder, "tilestored64", _tile(n), _pointer(builder, c, number(64 * n)), c_row)
 
 
 @operation(ADDRESS, NUMBER, NUMBER, ADDRESS, ADDRESS, NUMBER, NUMBER)

@@ -44,7 +44,7 @@ PHASE_BYTES = 128
 """Of a phase's counters: items taken, and in another cache line items done."""
 
 PATIENCE = 2000
-"""How often a thread looks for the end of a phase, some 0.1 ms, before it lets others have the processor."""
+"""How often a thread looks for the end of a phase before it lets others have the processor."""
 
 NORM_ROWS = 16
 """Rows that are one item of a norm."""
@@ -54,7 +54,7 @@ LAYER = np.dtype(
         (name, np.int64)
         for name in (
             "input_norm",  # float32 [hidden_size]
-            "joint",  # query, key and value: see ``stack.pack``
+            "joint",  # query, key and value: see ``packed.pack``
             "joint_bias",  # float32, or 0
             "query_norm",  # float32 [head_size], or 0
             "key_norm",

@@ -1,7 +1,7 @@
 """The compiled kernel of a linear layer in bfloat16, on processors with tile registers.
 
-It stands for oneDNN's, which prepares itself anew at every call and reads the weights at half the memory's speed where
-there are few rows. A row's result does not depend on the rows beside it.
+It stands for oneDNN's, which prepares itself anew for each number of rows, and whose result for a row depends on how
+many are beside it; here it does not.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ SUMS_BYTES = 4 * GROUP_ROWS * 64
 PROJECT = fields(
     "size",  # of a row that comes in, a multiple of 32
     "outputs",  # a multiple of 32
-    "weight",  # see ``stack.pack``
+    "weight",  # see ``packed.pack``
     "bias",  # float32 [outputs], or 0
     "activates",  # whether the outputs go through SiLU
     "tiles",
