@@ -57,7 +57,7 @@ $(INSTALLED): pyproject.toml constraints.txt | $(BIN)/python
 
 $(MODEL): $(INSTALLED)
 	@echo "== embedded model: conversion, once"
-	@$(BIN)/python -c 'from anaphora.model.source import resolve; print(resolve(None, progress=print).folder)'
+	@$(BIN)/python -c 'from anaphora.checkpoint.resolve import resolve; print(resolve(None, progress=print).folder)'
 	@echo "== first start: kernels are compiled, once"
 	@$(BIN)/python -c 'from anaphora import LLM; LLM(gpu_memory_utilization=0.5)'
 	@touch $@

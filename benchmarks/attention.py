@@ -15,10 +15,10 @@ from pathlib import Path
 import torch
 import triton
 
-from anaphora.attention import triton as backend_module
-from anaphora.attention import worklist
+from anaphora.attention import gpu as backend_module
+from anaphora.attention import gpu_plan
 from anaphora.attention.base import KVLayout, LayerOptions, QueryRange, StepLayout
-from anaphora.types import PrefixGroup
+from anaphora.types.batch import PrefixGroup
 
 LAYOUT = KVLayout(8, 128, 128)  # Qwen3-8B
 HEADS = 32
@@ -108,7 +108,7 @@ def table() -> dict[str, dict[str, float]]:
 def gate() -> list[tuple[int, int, float, float]]:
     """(members, keys, apart, shared): a batch that is one group."""
     found = []
-    worklist.MIN_SHARED_KEYS = worklist.MIN_SAVED_BYTES = 1
+    gpu_plan.MIN_SHARED_KEYS = gpu_plan.MIN_SAVED_BYTES = 1
     for members in (2, 4, 8, 16, 32, 64):
         for keys in (64, 128, 256, 512, 1024, 2048, 4096):
             step = decode(members, keys, 128)

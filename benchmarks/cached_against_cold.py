@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from anaphora import LLM, SamplingParams
-from anaphora.tools.bench.machine import commit, machine, versions
+from anaphora.tools.shared.machine import commit, machine, versions
 
 CUT = 1500
 ANSWER = 16

@@ -23,8 +23,8 @@ from typing import Any
 
 import psutil
 
-from anaphora.tools.bench.machine import commit, machine, versions
 from anaphora.tools.bench.servers import OwnServer
+from anaphora.tools.shared.machine import commit, machine, versions
 
 Row = dict[str, Any]
 KEPT = (

@@ -23,7 +23,7 @@ from anaphora.cache.events import Reason
 from anaphora.cache.ghosts import Evicted, Ghosts
 from anaphora.cache.hashing import BlockHash, root_hash
 from anaphora.cache.manager import CacheManager
-from anaphora.tools.bench.machine import commit, machine, versions
+from anaphora.tools.shared.machine import commit, machine, versions
 
 SHARED, OWN, ANSWER, BLOCK = 2300, 120, 200, 16
 RATE = 100

@@ -25,7 +25,7 @@ from torch import Tensor
 from anaphora import LLM, SamplingParams
 from anaphora.attention.base import FLOAT8, LayerOptions
 from anaphora.attention.cpu import CpuAttention
-from anaphora.tools.bench.machine import commit, machine, versions
+from anaphora.tools.shared.machine import commit, machine, versions
 
 CUT = 1000
 WHOLE = 10**6

@@ -31,8 +31,8 @@ import psutil
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from anaphora.config import CacheConfig, EngineConfig, SchedulerConfig, ServerConfig
-from anaphora.tools.bench.machine import commit, machine, versions
-from anaphora.types import Batch, ModelInfo, Pending, Runner, StepOutput
+from anaphora.tools.shared.machine import commit, machine, versions
+from anaphora.types.batch import Batch, ModelInfo, Pending, Runner, StepOutput
 
 ROOT = Path(__file__).resolve().parent.parent
 VOCAB = 49_152

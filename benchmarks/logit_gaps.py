@@ -24,7 +24,8 @@ from card.sizes import FULL, TINY
 from h200 import RESULTS, commit, machine, versions
 from torch import Tensor
 
-from anaphora.types import Batch, Chunk, Join, PrefixGroup, SamplingParams
+from anaphora.types.batch import Batch, Chunk, Join, PrefixGroup
+from anaphora.types.sampling import SamplingParams
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=None)
 MOST_SEQUENCES = 64

@@ -10,10 +10,11 @@ from typing import Any
 
 import pytest
 
-from anaphora import cli, vllm_flags
+from anaphora import cli
+from anaphora.advice import vllm_flags
+from anaphora.checkpoint.resolve import ModelSource
 from anaphora.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig, ServerConfig
 from anaphora.errors import ConfigError, ModelError
-from anaphora.model.source import ModelSource
 
 ARTICLE = "--gpu-memory-utilization 0.9 --max-model-len 32768 --trust-remote-code --enable-prefix-caching"
 
@@ -30,7 +31,7 @@ def served(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     app.serve = lambda *arguments: calls.append(arguments) or 0  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "anaphora.server.app", app)
     monkeypatch.setattr(
-        "anaphora.model.source.resolve",
+        "anaphora.checkpoint.resolve.resolve",
         lambda model, **_: ModelSource(Path("/models/found"), model or "embedded", "identity"),
     )
     return calls
@@ -238,7 +239,7 @@ def test_errors_of_the_model_are_one_line(
     def refuse(model: str | None, **_: Any) -> ModelSource:
         raise ModelError(f"there is no model {model}")
 
-    monkeypatch.setattr("anaphora.model.source.resolve", refuse)
+    monkeypatch.setattr("anaphora.checkpoint.resolve.resolve", refuse)
     assert cli.main(["serve", "nowhere"]) == ModelError.exit_code
     assert capsys.readouterr().err == "error: there is no model nowhere\n"
 
@@ -305,6 +306,6 @@ def test_made_up_weights_are_not_looked_for(
         asked.append(weights)
         return ModelSource(Path("/models/found"), model, "identity")
 
-    monkeypatch.setattr("anaphora.model.source.resolve", resolve)
+    monkeypatch.setattr("anaphora.checkpoint.resolve.resolve", resolve)
     assert cli.main(["serve", "m", "--load-format", load_format]) == 0
     assert asked == [weights]

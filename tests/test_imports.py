@@ -24,39 +24,49 @@ MAY_IMPORT: dict[str, set[str]] = {
     "anaphora.errors": set(),
     "anaphora.types": {"anaphora.errors"},
     "anaphora.config": {"anaphora.errors"},
-    "anaphora.pitfalls": BASE,
+    "anaphora.text": BASE | {"tokenizers", "jinja2"},
+    "anaphora.advice": BASE | {"anaphora.text"},
     "anaphora.cache": BASE,
     "anaphora.core": BASE | {"anaphora.cache"},
-    "anaphora.core.messages": BASE | {"msgspec"},
-    "anaphora.core.process": BASE | {"msgspec", "zmq"},
-    "anaphora.core.client": BASE | {"msgspec", "zmq"},
-    "anaphora.core.watchdog": BASE | {"psutil"},
-    "anaphora.text": BASE | {"tokenizers", "jinja2"},
-    "anaphora.attention": BASE | {"torch", "transformers", "triton", "numpy", "numba", "llvmlite"},
+    "anaphora.remote": BASE | {"anaphora.core.engine", "msgspec", "zmq", "psutil"},
+    "anaphora.kernels": {"anaphora.errors", "numpy", "numba", "llvmlite"},
+    # It runs the kernels on torch's own threads.
+    "anaphora.kernels.cpu.launch": {"numpy", "torch"},
+    "anaphora.kernels.triton": {"anaphora.errors", "triton"},
+    "anaphora.attention": BASE | {"anaphora.kernels", "torch", "transformers", "numpy"},
+    "anaphora.checkpoint": BASE
+    | {"anaphora.text"}
+    | {"torch", "transformers", "safetensors", "gguf", "filelock", "huggingface_hub"},
     "anaphora.model": BASE
-    | {"anaphora.attention", "anaphora.text"}
-    | {"torch", "transformers", "safetensors", "accelerate", "gguf", "numpy", "filelock", "huggingface_hub", "psutil"},
-    "anaphora.model.fused": BASE | {"anaphora.attention", "anaphora.model", "torch", "triton"},
-    "anaphora.model.kernels": {"triton"},
-    "anaphora.model.decoder": {"anaphora.attention", "anaphora.model.products", "numpy", "numba"},
-    "anaphora.model.products": {"anaphora.attention", "numpy", "numba"},
+    | {"anaphora.attention", "anaphora.kernels", "anaphora.checkpoint", "anaphora.text"}
+    | {"torch", "transformers", "safetensors", "accelerate", "numpy", "psutil"},
     "anaphora.observe": BASE | {"anaphora.cache.events", "anaphora.cache.hashing", "msgspec", "prometheus_client"},
-    "anaphora.llm": BASE | {"anaphora.core.engine", "anaphora.model", "anaphora.text", "rich"},
+    "anaphora.llm": BASE | {"anaphora.core.engine", "anaphora.checkpoint", "anaphora.model", "anaphora.text", "rich"},
     "anaphora.server": BASE
-    | {"anaphora.core.client", "anaphora.core.process", "anaphora.text", "anaphora.observe", "anaphora.pitfalls"}
+    | {"anaphora.remote.client", "anaphora.text", "anaphora.observe", "anaphora.advice"}
     | {"starlette", "uvicorn", "uvloop", "httptools", "msgspec", "prometheus_client"},
     "anaphora.tools": BASE,
+    "anaphora.tools.shared": BASE
+    | {"anaphora.cache", "anaphora.core", "anaphora.text"}
+    | {"httpx", "msgspec", "prometheus_client"},
     "anaphora.tools.bench": BASE
-    | {"anaphora.llm", "anaphora.text", "anaphora.observe"}
+    | {"anaphora.llm", "anaphora.text", "anaphora.observe", "anaphora.tools.shared"}
     | {"httpx", "rich", "jinja2", "msgspec", "uvloop"},
     "anaphora.tools.demo": BASE | {"anaphora.tools.bench", "httpx", "rich"},
     "anaphora.tools.doctor": BASE
-    | {"anaphora.cache", "anaphora.text", "anaphora.observe", "anaphora.server.protocol"}
-    | {"anaphora.pitfalls", "anaphora.vllm_flags"}
+    | {
+        "anaphora.cache",
+        "anaphora.text",
+        "anaphora.advice",
+        "anaphora.server.api.protocol",
+        "anaphora.tools.shared",
+        "anaphora.tools.lint",
+    }
     | {"httpx", "rich", "jinja2", "msgspec"},
-    "anaphora.tools.recorder": BASE | {"anaphora.observe.record", "anaphora.tools.doctor.usage", "msgspec"},
-    "anaphora.tools.plan": BASE | {"anaphora.cache", "anaphora.core", "anaphora.observe", "rich"},
-    "anaphora.vllm_flags": BASE,
+    "anaphora.tools.lint": BASE
+    | {"anaphora.advice", "anaphora.text", "anaphora.tools.shared", "anaphora.tools.doctor", "rich"},
+    "anaphora.tools.record": BASE | {"anaphora.observe.record", "anaphora.tools.shared", "msgspec"},
+    "anaphora.tools.plan": BASE | {"anaphora.cache", "anaphora.core", "anaphora.tools.shared", "rich"},
     "anaphora.cli": BASE | {"anaphora"},
 }
 
@@ -121,12 +131,16 @@ def test_a_module_imports_only_what_its_place_allows(name: str) -> None:
         ("anaphora.cache.manager", "import torch", "torch"),
         ("anaphora.cache.manager", "def f():\n    from anaphora.core import scheduler", "anaphora.core.scheduler"),
         ("anaphora.core.scheduler", "import msgspec", "msgspec"),
-        ("anaphora.core.scheduler", "from ..model import source", "anaphora.model.source"),
-        ("anaphora.model.source", "from anaphora.core.scheduler import Scheduler", "anaphora.core.scheduler"),
+        ("anaphora.core.scheduler", "from ..model import runner", "anaphora.model.runner"),
+        ("anaphora.checkpoint.resolve", "from anaphora.core.scheduler import Scheduler", "anaphora.core.scheduler"),
         ("anaphora.observe.metrics", "from anaphora.cache.manager import CacheManager", "anaphora.cache.manager"),
-        ("anaphora.server.protocol", "import torch.nn", "torch.nn"),
-        ("anaphora.server.protocol", "from anaphora.tools import bench", "anaphora.tools.bench"),
-        ("anaphora.tools.bench.load", "from anaphora.tools.doctor import store", "anaphora.tools.doctor.store"),
+        ("anaphora.server.api.protocol", "import torch.nn", "torch.nn"),
+        ("anaphora.server.api.protocol", "from anaphora.tools import bench", "anaphora.tools.bench"),
+        (
+            "anaphora.tools.bench.load",
+            "from anaphora.tools.doctor.read import token_store",
+            "anaphora.tools.doctor.read.token_store",
+        ),
         ("anaphora.tools.bench.load", "from anaphora.cli import main", "anaphora.cli"),
         ("anaphora.types", "import anaphora.config", "anaphora.config"),
         ("anaphora.errors", "import anaphora", "anaphora"),
@@ -154,10 +168,8 @@ def third_party(prefix: str) -> set[str]:
 def test_the_base_install_is_enough_for_the_tools_and_what_they_stand_on() -> None:
     project = tomllib.loads((SOURCE.parent / "pyproject.toml").read_text("utf-8"))["project"]
     base = distributions(project["dependencies"])
-    for package in ("tools", "cache", "text", "observe", "cli", "errors", "types", "config"):
+    for package in ("tools", "advice", "cache", "core", "text", "observe", "cli", "errors", "types", "config"):
         assert third_party(f"anaphora.{package}") <= base, package
-    for scheduling in ("scheduler", "groups", "engine"):
-        assert third_party(f"anaphora.core.{scheduling}") <= base, scheduling
 
 
 def test_every_third_party_import_is_declared() -> None:
@@ -186,7 +198,7 @@ def test_cache_and_core_load_no_torch() -> None:
 
 
 def test_the_tools_for_other_servers_load_nothing_of_our_own() -> None:
-    commands = ("doctor.command", "recorder.command", "bench.client")
+    commands = ("doctor.command", "record.command", "bench.client")
     code = "import " + ", ".join(f"anaphora.tools.{name}" for name in commands)
     assert loaded_by(code) & (HEAVY | {"zmq", "uvloop", "numba"}) == set()
 

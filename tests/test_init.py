@@ -8,13 +8,13 @@ import importlib.metadata
 import pytest
 
 import anaphora
-from anaphora import types
+from anaphora.types import outputs, sampling
 
 
 def test_public_names() -> None:
-    assert anaphora.SamplingParams is types.SamplingParams
-    assert anaphora.RequestOutput is types.RequestOutput
-    assert anaphora.CompletionOutput is types.CompletionOutput
+    assert anaphora.SamplingParams is sampling.SamplingParams
+    assert anaphora.RequestOutput is outputs.RequestOutput
+    assert anaphora.CompletionOutput is outputs.CompletionOutput
     assert anaphora.__version__ == importlib.metadata.version("anaphora")
     assert dir(anaphora) == sorted(anaphora.__all__)
 

@@ -15,10 +15,10 @@ import pytest
 import anaphora
 from anaphora import LLM, SamplingParams
 from anaphora import llm as llm_module
+from anaphora.checkpoint.resolve import ModelSource
 from anaphora.config import CacheConfig, ModelConfig, SchedulerConfig, engine_config
 from anaphora.errors import ConfigError, EngineDead, InvalidRequest
 from anaphora.llm import Settings
-from anaphora.model.source import ModelSource
 from tests.support.engine import VOCAB, FakeRunner, next_token
 from tests.support.tokenizers import write_tokenizer
 

@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 
 from anaphora import LLM, SamplingParams
 from anaphora import llm as llm_module
+from anaphora.checkpoint.resolve import ModelSource, resolve
 from anaphora.errors import AnaphoraError, ConfigError, InvalidRequest
 from anaphora.llm import Settings, TemplateOptions
-from anaphora.model.source import ModelSource, resolve
 from tests.support.engine import VOCAB, FakeRunner
 from tests.support.tokenizers import write_tokenizer
 

@@ -12,7 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from anaphora import LLM, SamplingParams
-from anaphora.model import gguf, source
+from anaphora.checkpoint import gguf, resolve
 from tests.support.tokenizers import write_tokenizer
 
 VOCAB = 320
@@ -139,7 +139,7 @@ def test_text_is_what_the_tokenizer_says_of_the_tokens(make: Make) -> None:
 
 
 def test_the_embedded_model_answers_and_reuses() -> None:
-    if gguf.find(source.EMBEDDED_NAME, source.EMBEDDED_SHA256) is None:
+    if gguf.find(resolve.EMBEDDED_NAME, resolve.EMBEDDED_SHA256) is None:
         pytest.skip("the embedded model is not converted on this machine; make bench does it")
     greedy = SamplingParams(temperature=0, max_tokens=16)
     question = [{"role": "user", "content": "What is the capital of France? Answer in one sentence."}]

@@ -9,7 +9,7 @@ from typing import Any
 
 from anaphora.config import SchedulerConfig
 from anaphora.core.engine import Engine
-from anaphora.types import Batch, Chunk, Pending
+from anaphora.types.batch import Batch, Chunk, Pending
 from card.engines import CARD24, WHOLE, Bench, Job
 from card.meter import Metered
 

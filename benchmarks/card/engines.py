@@ -20,7 +20,10 @@ from anaphora.core.engine import Engine
 from anaphora.model.loader import LoadedModel, load_model
 from anaphora.model.memory import choose_device, limit
 from anaphora.model.runner import ModelRunner
-from anaphora.types import ModelInfo, Request, SamplingParams, SequenceUpdate
+from anaphora.types.batch import ModelInfo
+from anaphora.types.outputs import SequenceUpdate
+from anaphora.types.request import Request
+from anaphora.types.sampling import SamplingParams
 from card.meter import Metered, idle_share, ms, parts
 from card.sizes import Size
 

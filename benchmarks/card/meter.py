@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from anaphora.model.runner import ModelRunner
-from anaphora.types import Batch, Pending, StepOutput
+from anaphora.types.batch import Batch, Pending, StepOutput
 
 
 @dataclass(slots=True, eq=False)

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from anaphora.llm import LLM
-    from anaphora.types import CompletionOutput, RequestOutput, SamplingParams
+    from anaphora.types.outputs import CompletionOutput, RequestOutput
+    from anaphora.types.sampling import SamplingParams
 
     __version__: str
 
@@ -20,9 +21,9 @@ __all__ = ["LLM", "CompletionOutput", "RequestOutput", "SamplingParams", "__vers
 
 _HOMES = {
     "LLM": "anaphora.llm",
-    "SamplingParams": "anaphora.types",
-    "RequestOutput": "anaphora.types",
-    "CompletionOutput": "anaphora.types",
+    "SamplingParams": "anaphora.types.sampling",
+    "RequestOutput": "anaphora.types.outputs",
+    "CompletionOutput": "anaphora.types.outputs",
 }
 
 

@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import MISSING, Field, dataclass, fields
 from typing import Any, NoReturn, TypeVar
 
-from anaphora import vllm_flags
+from anaphora.advice import vllm_flags
 from anaphora.config import (
     SERVE_SETTINGS,
     CacheConfig,
@@ -203,7 +203,7 @@ def _serve(options: argparse.Namespace) -> int:
     cache, scheduler = _make(CacheConfig, options), _make(SchedulerConfig, options)
     _need_serve_extra("anaphora serve")
     _print_notes(options, SERVE_SETTINGS)
-    from anaphora.model.source import resolve
+    from anaphora.checkpoint.resolve import resolve
     from anaphora.server.app import serve
 
     weights = model.load_format != "dummy"
@@ -260,13 +260,13 @@ def _explain(options: argparse.Namespace) -> int:
 
 
 def _record_settings() -> tuple[type, ...]:
-    from anaphora.tools.recorder import RecordOptions
+    from anaphora.tools.record import RecordOptions
 
     return (RecordOptions,)
 
 
 def _record(options: argparse.Namespace) -> int:
-    from anaphora.tools.recorder import RecordOptions, run
+    from anaphora.tools.record import RecordOptions, run
 
     return run(_make(RecordOptions, options))
 

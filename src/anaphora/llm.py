@@ -16,25 +16,18 @@ from typing import Any, Self, TypedDict, Unpack
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from anaphora.checkpoint.resolve import resolve
 from anaphora.config import engine_config
 from anaphora.core.engine import Engine
 from anaphora.errors import EngineDead, InvalidRequest
 from anaphora.model.runner import load
-from anaphora.model.source import resolve
-from anaphora.text.assemble import ChoiceDelta, RequestAssembler
-from anaphora.text.chat import read_template
-from anaphora.text.generation import load_defaults
+from anaphora.text.chat_template import read_template
+from anaphora.text.generation_config import load_defaults
+from anaphora.text.output_processor import ChoiceDelta, RequestAssembler
 from anaphora.text.tokenizer import Tokenizer
-from anaphora.types import (
-    MAX_SALT_LENGTH,
-    EngineInfo,
-    EngineStats,
-    FinishReason,
-    Request,
-    RequestOutput,
-    SamplingParams,
-    SequenceUpdate,
-)
+from anaphora.types.outputs import EngineInfo, EngineStats, FinishReason, RequestOutput, SequenceUpdate
+from anaphora.types.request import MAX_SALT_LENGTH, Request
+from anaphora.types.sampling import SamplingParams
 
 logger = logging.getLogger(__name__)
 

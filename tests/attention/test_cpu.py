@@ -11,9 +11,9 @@ from torch import Tensor
 
 from anaphora.attention.base import KVLayout, LayerOptions, QueryRange, StepLayout, backend_class
 from anaphora.attention.cpu import CpuAttention
-from anaphora.attention.parts import SEGMENT_TOKENS
+from anaphora.attention.cpu_plan import SEGMENT_TOKENS
 from anaphora.errors import ConfigError
-from anaphora.types import BlockCopy, PrefixGroup
+from anaphora.types.batch import BlockCopy, PrefixGroup
 
 HEADS, KV_HEADS, SIZE = 4, 2, 8
 PLAIN = KVLayout(KV_HEADS, SIZE, SIZE)

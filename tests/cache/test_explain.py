@@ -15,7 +15,7 @@ from anaphora.cache.explain import AtSizes
 from anaphora.cache.ghosts import Evicted
 from anaphora.cache.hashing import BlockHash
 from anaphora.errors import CacheInvariantError
-from anaphora.types import CacheReport
+from anaphora.types.reports import CacheReport
 from tests.support.cache import OTHER, ROOT, Cache, Clock, Found
 
 BLOCK = 4

@@ -3,9 +3,9 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
+from anaphora.cache.block import Block
 from anaphora.cache.hashing import BlockHash, extend_chain, pack, root_hash, unpack
 from anaphora.cache.index import PrefixIndex, common_tokens
-from anaphora.cache.pool import Block
 
 ROOT = root_hash("m")
 short = st.lists(st.integers(1, 3), max_size=14)

@@ -6,7 +6,8 @@ import pytest
 
 from anaphora.cache.events import Reason
 from anaphora.cache.hashing import BlockHash, root_hash
-from anaphora.cache.manager import BlockTable, CacheManager
+from anaphora.cache.manager import CacheManager
+from anaphora.cache.table import BlockTable
 from anaphora.errors import CacheInvariantError
 from tests.support import cache as support
 from tests.support.cache import OTHER, ROOT, Clock

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from anaphora.core.engine import Engine
 from anaphora.errors import InvalidRequest
-from anaphora.types import CacheReport, SequenceUpdate
+from anaphora.types.outputs import SequenceUpdate
+from anaphora.types.reports import CacheReport
 from tests.support.engine import FakeRunner, Updates, advance, answer, make_engine, make_request, run
 
 STEM = [*range(100, 120)]

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from anaphora.core.engine import Engine
 from anaphora.errors import InvalidRequest, NotFound
-from anaphora.types import FinishReason, Prefix
+from anaphora.types.outputs import FinishReason
+from anaphora.types.reports import Prefix
 from tests.core.test_engine_property import expected, prompts
 from tests.support.engine import FakeRunner, answer, make_engine, make_request, run
 

@@ -6,7 +6,7 @@ import pytest
 
 from anaphora.cache.hashing import root_hash
 from anaphora.errors import CacheInvariantError, InvalidRequest
-from anaphora.types import FinishReason
+from anaphora.types.outputs import FinishReason
 from tests.support.engine import FakeRunner, Updates, advance, answer, make_engine, make_request, next_token, run
 
 STEM = [*range(100, 120)]

@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from anaphora.types import BlockCopy, PrefixGroup
+from anaphora.types.batch import BlockCopy, PrefixGroup
 from tests.support.checkpoints import FAMILIES, SLIDING, VOCAB, save
 from tests.support.steps import Recorder, eager_logits
 

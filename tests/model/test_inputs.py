@@ -7,7 +7,7 @@ import torch
 
 from anaphora.errors import StepFailed
 from anaphora.model.inputs import ROW_MULTIPLE, flatten
-from anaphora.types import Batch, Chunk
+from anaphora.types.batch import Batch, Chunk
 
 CPU = torch.device("cpu")
 TABLES = {0: [7, 3, 9], 1: [5], 2: [1, 2, 4, 6, 8, 10, 11]}

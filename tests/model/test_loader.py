@@ -13,7 +13,7 @@ import transformers
 from anaphora.attention.base import KVLayout
 from anaphora.config import ModelConfig
 from anaphora.errors import ModelError
-from anaphora.model import fusion
+from anaphora.model.fuse import cpu
 from anaphora.model.loader import LoadedModel, check_config, load_model, rope_window
 from tests.support.checkpoints import COMMON, WINDOW, make_config, save, to_float8
 
@@ -168,7 +168,7 @@ def test_dummy_weights_need_a_config_alone(tmp_path: Path) -> None:
 def test_float8_checkpoints_are_widened_as_they_are_read(
     tmp_path: Path, family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fusion, "fuse", lambda model: None)  # so that the weights can be seen
+    monkeypatch.setattr(cpu, "fuse", lambda model: None)  # so that the weights can be seen
     folder = save(tmp_path, family, dtype=torch.bfloat16)
     exact = {name: weight.float() for name, weight in load(folder).model.named_parameters()}
     to_float8(folder)

@@ -11,7 +11,8 @@ from anaphora.config import CacheConfig, EngineConfig, ModelConfig
 from anaphora.errors import ConfigError, StepFailed
 from anaphora.model import runner
 from anaphora.model.runner import LOGIT_ROWS
-from anaphora.types import BlockCopy, Chunk, SamplingParams
+from anaphora.types.batch import BlockCopy, Chunk
+from anaphora.types.sampling import SamplingParams
 from tests.support.checkpoints import VOCAB, save
 from tests.support.steps import Recorder
 

@@ -8,16 +8,16 @@ from typing import Any
 import pytest
 import torch
 
-from anaphora.attention import base, worklist
+from anaphora.attention import base, gpu_plan
 from anaphora.model import memory
-from anaphora.types import BlockCopy, PrefixGroup
+from anaphora.types.batch import BlockCopy, PrefixGroup
 from tests.support.attention import round_to_float8
 from tests.support.checkpoints import save
 from tests.support.steps import Recorder
 
 pytest.importorskip("triton", reason="the GPU's kernels need triton")
 
-from anaphora.attention import triton as backend_module
+from anaphora.attention import gpu as backend_module
 
 BLOCK = 16
 PROMPT = [(7 * i + 3) % 300 for i in range(43)]
@@ -33,8 +33,8 @@ FLOAT8_GAP = 1.0
 
 
 def triton_recorder(folder: Path, monkeypatch: pytest.MonkeyPatch, kv_dtype: str = "auto") -> Recorder:
-    monkeypatch.setattr(worklist, "MIN_SHARED_KEYS", 1)
-    monkeypatch.setattr(worklist, "MIN_SAVED_BYTES", 1)
+    monkeypatch.setattr(gpu_plan, "MIN_SHARED_KEYS", 1)
+    monkeypatch.setattr(gpu_plan, "MIN_SAVED_BYTES", 1)
     round_to_float8(monkeypatch)
     if torch.cuda.is_available():
         return Recorder(folder, block_size=BLOCK, blocks=20, kv_dtype=kv_dtype, device="cuda")
@@ -114,7 +114,7 @@ def test_graphs_give_what_other_steps_give(family: str, tmp_path: Path) -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="kernels are compiled for a GPU")
 @pytest.mark.parametrize("eager", [False, True])
 def test_no_kernel_is_compiled_after_the_start(eager: bool, tmp_path: Path) -> None:
-    from anaphora.attention.compiling import COMPILATIONS
+    from anaphora.kernels.triton.compile_watch import COMPILATIONS
 
     folder = save(tmp_path, "qwen3", dtype=torch.bfloat16, head_dim=64)
     recorder = Recorder(folder, block_size=BLOCK, blocks=80, device="cuda", eager=eager)

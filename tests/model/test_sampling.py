@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from anaphora.errors import StepFailed
 from anaphora.model.sampling import Sampler, gumbel_noise, row_words, uniform_bits
-from anaphora.types import Join, SamplingParams
+from anaphora.types.batch import Join
+from anaphora.types.sampling import SamplingParams
 
 CPU = torch.device("cpu")
 EOS = (7,)

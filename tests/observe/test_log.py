@@ -7,7 +7,8 @@ import pytest
 
 from anaphora.observe.log import HitRates, LoadLog, describe_pool, describe_request
 from anaphora.observe.record import RequestRecord
-from anaphora.types import EngineInfo, EngineStats, ModelInfo
+from anaphora.types.batch import ModelInfo
+from anaphora.types.outputs import EngineInfo, EngineStats
 
 
 def test_the_start_line_says_what_fits() -> None:

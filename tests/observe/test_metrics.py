@@ -10,7 +10,8 @@ from prometheus_client.parser import text_string_to_metric_families as parse_tex
 from anaphora.observe import metrics as module
 from anaphora.observe.metrics import Metrics, Totals
 from anaphora.observe.record import RequestRecord
-from anaphora.types import EngineInfo, EngineStats, ModelInfo, StepResult
+from anaphora.types.batch import ModelInfo
+from anaphora.types.outputs import EngineInfo, EngineStats, StepResult
 
 INFO = EngineInfo(ModelInfo("m", "id", 100, 4096, 11, 16, 1000, "float32", "float32", "cpu", 5000), 4096)
 STATS = EngineStats(

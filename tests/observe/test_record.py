@@ -10,7 +10,8 @@ import pytest
 
 from anaphora.errors import ConfigError
 from anaphora.observe.record import Complete, RecordWriter, RequestRecord, add_block_hashes, read, salt_digest
-from anaphora.types import Request, SamplingParams
+from anaphora.types.request import Request
+from anaphora.types.sampling import SamplingParams
 
 
 def record(number: int = 0, **fields: object) -> RequestRecord:

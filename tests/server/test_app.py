@@ -283,7 +283,7 @@ def test_two_signals_end_a_server_whose_engine_hangs(tmp_path: Path) -> None:
         engine = next(
             child
             for child in psutil.Process(running.process.pid).children()
-            if "core.process" in " ".join(child.cmdline())
+            if "remote.process" in " ".join(child.cmdline())
         )
         engine.suspend()
         body = {"prompt": "x", "max_tokens": 40, "stream": True}
@@ -331,7 +331,7 @@ def test_a_killed_engine_is_told_to_everybody(tmp_path: Path) -> None:
             lines = response.iter_lines()
             next(lines)
             for child in psutil.Process(running.process.pid).children():
-                if "core.process" in " ".join(child.cmdline()):
+                if "remote.process" in " ".join(child.cmdline()):
                     child.kill()
             rest = [line for line in lines if line]
         assert "SIGKILL" in json.loads(rest[-2].removeprefix("data: "))["error"]["message"]

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from anaphora.attention.base import AttentionBackend, KVLayout, LayerOptions, QueryRange, StepLayout
-from anaphora.types import PrefixGroup
+from anaphora.types.batch import PrefixGroup
 
 NEEDLE = 8.0
 """Size of the values at the needles, where all others are of size 1."""

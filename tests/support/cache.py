@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from anaphora.cache.explain import AtSizes
 from anaphora.cache.hashing import BlockHash, root_hash
 from anaphora.cache.index import Match
-from anaphora.cache.manager import BlockTable, CacheManager
-from anaphora.types import CacheReport
+from anaphora.cache.manager import CacheManager
+from anaphora.cache.table import BlockTable
+from anaphora.types.reports import CacheReport
 
 ROOT = root_hash("m")
 OTHER = root_hash("m", "another tenant")

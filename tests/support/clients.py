@@ -10,8 +10,10 @@ from contextlib import asynccontextmanager
 import psutil
 
 from anaphora.config import EngineConfig
-from anaphora.core.client import EngineClient
-from anaphora.types import Request, SamplingParams, SequenceUpdate
+from anaphora.remote.client import EngineClient
+from anaphora.types.outputs import SequenceUpdate
+from anaphora.types.request import Request
+from anaphora.types.sampling import SamplingParams
 
 FAKE = "tests.support.engine:load_fake"
 SLOW = "tests.support.runners:load_slow"

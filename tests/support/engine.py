@@ -8,16 +8,10 @@ from hashlib import blake2b
 
 from anaphora.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
 from anaphora.core.engine import Engine
-from anaphora.types import (
-    Batch,
-    Join,
-    ModelInfo,
-    Request,
-    SamplingParams,
-    SequenceUpdate,
-    StepOutput,
-    TokenLogprobs,
-)
+from anaphora.types.batch import Batch, Join, ModelInfo, StepOutput, TokenLogprobs
+from anaphora.types.outputs import SequenceUpdate
+from anaphora.types.request import Request
+from anaphora.types.sampling import SamplingParams
 
 VOCAB = 1000
 BYTES_PER_TOKEN = 16

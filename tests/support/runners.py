@@ -10,7 +10,7 @@ from typing import NoReturn
 from anaphora.config import EngineConfig
 from anaphora.core.engine import Engine
 from anaphora.errors import CacheInvariantError, ModelError
-from anaphora.types import Batch, Pending, Runner
+from anaphora.types.batch import Batch, Pending, Runner
 from tests.support.engine import load_fake
 
 

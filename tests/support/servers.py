@@ -19,22 +19,14 @@ import httpx
 from starlette.types import ASGIApp
 
 from anaphora.config import EngineConfig, ModelConfig, ServerConfig, from_dict
-from anaphora.core.client import EngineClient
 from anaphora.errors import EngineDead
+from anaphora.remote.client import EngineClient
 from anaphora.server.app import build_app, load_text, serve
 from anaphora.server.service import Names, Service
-from anaphora.types import (
-    CacheReport,
-    EngineInfo,
-    EngineStats,
-    FinishReason,
-    ModelInfo,
-    PromptDone,
-    Request,
-    SequenceUpdate,
-    StepResult,
-    TokenLogprobs,
-)
+from anaphora.types.batch import ModelInfo, TokenLogprobs
+from anaphora.types.outputs import EngineInfo, EngineStats, FinishReason, PromptDone, SequenceUpdate, StepResult
+from anaphora.types.reports import CacheReport
+from anaphora.types.request import Request
 from tests.support.tokenizers import write_tokenizer
 
 MODEL = "tiny"

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from anaphora.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
 from anaphora.model import runner
-from anaphora.types import Batch, BlockCopy, Chunk, Join, PrefixGroup, SamplingParams, StepOutput
+from anaphora.types.batch import Batch, BlockCopy, Chunk, Join, PrefixGroup, StepOutput
+from anaphora.types.sampling import SamplingParams
 from tests.support.attention import poison
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=None)

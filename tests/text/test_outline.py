@@ -9,7 +9,7 @@ import pytest
 
 from anaphora.errors import InvalidRequest, ModelError
 from anaphora.text import outline
-from anaphora.text.chat import ChatTemplate
+from anaphora.text.chat_template import ChatTemplate
 from anaphora.text.outline import NOBODY, Owner, Place, Skeletons, place, texts_of, tool_text
 
 TEMPLATES = Path(__file__).resolve().parents[3] / "shared" / "data" / "chat-templates"

@@ -217,7 +217,7 @@ def test_a_broken_template_leaves_the_rest_of_use(tmp_path: Path, caplog: pytest
 def test_the_embedded_models_ids_are_those_of_transformers() -> None:
     from transformers import AutoTokenizer
 
-    from anaphora.model.source import resolve
+    from anaphora.checkpoint.resolve import resolve
 
     try:
         folder = resolve(None).folder

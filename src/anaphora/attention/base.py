@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 
 from anaphora.errors import ConfigError, ModelError
-from anaphora.types import BlockCopy, PrefixGroup
+from anaphora.types.batch import BlockCopy, PrefixGroup
 
 IMPLEMENTATION = "anaphora"
 """The name under which transformers knows our attention (``attn_implementation``)."""
@@ -26,7 +26,7 @@ IMPLEMENTATION = "anaphora"
 FLOAT8 = torch.float8_e4m3fn
 """Of a pool: one byte an element, and a scale for each token and head."""
 
-_BACKENDS = {"cpu": "anaphora.attention.cpu:CpuAttention", "cuda": "anaphora.attention.triton:TritonAttention"}
+_BACKENDS = {"cpu": "anaphora.attention.cpu:CpuAttention", "cuda": "anaphora.attention.gpu:TritonAttention"}
 
 _WITHOUT_EFFECT = frozenset(("dropout", "position_ids", "use_cache", "position_embeddings", "cache", "past_key_values"))
 

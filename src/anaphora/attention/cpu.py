@@ -1,8 +1,8 @@
 """Paged attention on the CPU: compiled kernels over the pool.
 
 The pool of a layer is one matrix, a row a token slot: its keys, then its values (latents: keys only, which hold the
-values). Chunks, rows that share blocks, and what rows have alone are all tasks of one kernel: ``parts.py`` plans them
-once a step, ``native.py`` has the kernel.
+values). Chunks, rows that share blocks, and what rows have alone are all tasks of one kernel: ``cpu_plan.py`` plans
+them once a step, ``kernels/cpu/attention_generic.py`` has the kernel.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from anaphora.attention import openmp
 from anaphora.attention.base import KVLayout, LayerOptions, StepLayout
-from anaphora.attention.parts import CHUNK_ROWS, make_plan
-from anaphora.attention.rows import KINDS, RowAttention, RowWriter, large, native, tiled, tiles, vectors
-from anaphora.types import BlockCopy
+from anaphora.attention.cpu_calls import KINDS, RowAttention, RowWriter, large
+from anaphora.attention.cpu_plan import CHUNK_ROWS, make_plan
+from anaphora.kernels.cpu import amx, attention_amx, attention_generic, launch, simd
+from anaphora.types.batch import BlockCopy
 
 TASKS_PER_THREAD = 4
 """A chunk is cut into so many tasks that no thread waits long for the others."""
@@ -36,7 +36,7 @@ class CpuAttention:
         # Not filled: the system gives memory to a page when it is first written.
         slots = num_blocks * block_size
         self._pools = [large(slots * x.width * dtype.itemsize).view(dtype).view(slots, x.width) for x in layouts]
-        fits = tiles.AMX and dtype == torch.bfloat16 and block_size % tiled.PANEL == 0
+        fits = amx.AMX and dtype == torch.bfloat16 and block_size % attention_amx.PANEL == 0
         self._tiled = [fits and not x.latent and x.key_size % 32 == x.value_size % 32 == 0 for x in layouts]
         self._addresses = [pool.data_ptr() for pool in self._pools]
         self._layout: StepLayout | None = None
@@ -46,7 +46,7 @@ class CpuAttention:
 
     @property
     def pools(self) -> list[Tensor]:
-        """One ``[token slots, width]`` a layer, or panels of 16 slots: see ``tiled.py``."""
+        """One ``[token slots, width]`` a layer, or panels of 16 slots: see ``attention_amx.py``."""
         return self._pools
 
     def copy_blocks(self, copies: Sequence[BlockCopy]) -> None:
@@ -54,7 +54,7 @@ class CpuAttention:
         for copy in copies:
             source, target = copy.source * size, copy.target * size
             for pool, by_panels in zip(self._pools, self._tiled, strict=True):
-                filled = -(-copy.filled // tiled.PANEL) * tiled.PANEL if by_panels else copy.filled
+                filled = -(-copy.filled // attention_amx.PANEL) * attention_amx.PANEL if by_panels else copy.filled
                 pool[target : target + filled] = pool[source : source + filled]
 
     def plan(self, layout: StepLayout) -> None:
@@ -75,13 +75,13 @@ class CpuAttention:
     def records(
         self, layers: range, options: Sequence[LayerOptions], heads: int, query: int, out: int
     ) -> tuple[np.ndarray[Any, Any], int]:
-        """For a kernel that runs ``layers`` itself: a record of ``native.attend`` for each, and the rows' slots.
+        """For a kernel that runs ``layers`` itself: an ``ATTEND`` record for each, and the rows' slots.
 
         ``query`` and ``out`` are addresses of bfloat16 ``[T, heads, D]``; ``options`` are those of all layers, without
         sinks. Both results are valid during the step; slots are the address of int64 ``[T]``.
         """
         assert self._layout is not None
-        records = np.empty(len(layers), native.ATTEND)
+        records = np.empty(len(layers), attention_generic.ATTEND)
         alike: dict[tuple[KVLayout, int | None], list[int]] = {}
         for index, layer in enumerate(layers):
             alike.setdefault((self._layouts[layer], options[layer].window), []).append(index)
@@ -90,7 +90,7 @@ class CpuAttention:
             records["query_head"][places] = layout.key_size
             records["query_row"][places] = heads * layout.key_size
         by_tiles = self._pools[0].dtype == torch.bfloat16
-        records["tiles"], records["query_kind"] = tiles.SHAPES.ctypes.data if by_tiles else 0, vectors.BFLOAT16
+        records["tiles"], records["query_kind"] = amx.SHAPES.ctypes.data if by_tiles else 0, simd.BFLOAT16
         records["query"], records["out"], records["sinks"] = query, out, 0
         records["pool_kind"] = KINDS[self._pools[0].dtype]
         records["tiled"] = self._tiled[layers.start : layers.stop]
@@ -107,7 +107,7 @@ class CpuAttention:
         if found is None:
             assert self._layout is not None
             rows = sum(query.length for query in self._layout.queries if query.length > 1)
-            share = rows * layout.heads // (TASKS_PER_THREAD * openmp.threads())
+            share = rows * layout.heads // (TASKS_PER_THREAD * launch.threads())
             plan = make_plan(self._layout, self._block_size, window, min(max(16, share // 16 * 16), CHUNK_ROWS))
             found = self._rows[window, layout, heads] = RowAttention(plan, layout, heads, self._block_size)
         return found

@@ -9,16 +9,16 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from anaphora.cache.block import Block
 from anaphora.cache.events import Reason
 from anaphora.cache.ghosts import Evicted, Ghosts
 from anaphora.cache.hashing import TOKEN_BYTES, BlockHash, unpack
 from anaphora.cache.index import Match, PrefixIndex
 from anaphora.cache.policy import EvictionPolicy
-from anaphora.cache.pool import Block
-from anaphora.types import CacheReport, Eviction, Neighbour
+from anaphora.types.reports import CacheReport, Eviction, Neighbour
 
 if TYPE_CHECKING:
-    from anaphora.cache.manager import BlockTable
+    from anaphora.cache.table import BlockTable
 
 NEIGHBOUR_TOKENS = 32
 """How much of an earlier prompt a report shows from the first other token on."""

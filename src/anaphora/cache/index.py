@@ -18,8 +18,8 @@ from bisect import bisect_left
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
+from anaphora.cache.block import Block
 from anaphora.cache.hashing import TOKEN_BYTES, BlockHash
-from anaphora.cache.pool import Block
 
 NEIGHBOURS = 8
 

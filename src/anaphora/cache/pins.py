@@ -16,13 +16,14 @@ from dataclasses import dataclass
 from hashlib import sha256
 from typing import TYPE_CHECKING, NamedTuple
 
+from anaphora.cache.block import Block
 from anaphora.cache.hashing import TOKEN_BYTES, BlockHash
 from anaphora.cache.index import PrefixIndex
-from anaphora.cache.pool import Block, BlockPool
+from anaphora.cache.pool import BlockPool
 from anaphora.errors import InvalidRequest
 
 if TYPE_CHECKING:
-    from anaphora.cache.manager import BlockTable
+    from anaphora.cache.table import BlockTable
 
 
 class Piece(NamedTuple):

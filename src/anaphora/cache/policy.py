@@ -7,7 +7,7 @@ from itertools import chain
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
-    from anaphora.cache.pool import Block
+    from anaphora.cache.block import Block
 
 
 class EvictionPolicy(Protocol):

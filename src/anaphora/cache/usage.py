@@ -13,9 +13,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from anaphora.cache.block import Block
 from anaphora.cache.hashing import BlockHash
 from anaphora.cache.index import PrefixIndex
-from anaphora.cache.pool import Block
 
 
 @dataclass(frozen=True, slots=True)

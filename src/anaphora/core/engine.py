@@ -10,25 +10,14 @@ from dataclasses import dataclass, replace
 
 from anaphora.cache.manager import CacheManager
 from anaphora.config import EngineConfig
-from anaphora.core.cost import PrefillCost
+from anaphora.core.prefill_cost import PrefillCost
 from anaphora.core.prefixes import Prefixes
 from anaphora.core.scheduler import Scheduler
 from anaphora.errors import InvalidRequest
-from anaphora.types import (
-    Batch,
-    CacheReport,
-    EngineInfo,
-    EngineStats,
-    ModelInfo,
-    Pending,
-    PinReport,
-    Prefix,
-    Request,
-    Runner,
-    SequenceUpdate,
-    StepOutput,
-    StepResult,
-)
+from anaphora.types.batch import Batch, ModelInfo, Pending, Runner, StepOutput
+from anaphora.types.outputs import EngineInfo, EngineStats, SequenceUpdate, StepResult
+from anaphora.types.reports import CacheReport, PinReport, Prefix
+from anaphora.types.request import Request
 
 logger = logging.getLogger(__name__)
 

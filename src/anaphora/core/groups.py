@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from anaphora.types import PrefixGroup
+from anaphora.types.batch import PrefixGroup
 
 
 class _Node:

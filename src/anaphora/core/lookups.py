@@ -9,7 +9,8 @@ from anaphora.cache.explain import AtSizes
 from anaphora.cache.index import Match
 from anaphora.cache.manager import CacheManager
 from anaphora.core.sequence import Sequence
-from anaphora.types import CacheReport, EngineStats, is_hit
+from anaphora.types.outputs import EngineStats
+from anaphora.types.reports import CacheReport, is_hit
 
 
 class Lookups:

@@ -10,7 +10,7 @@ from anaphora.cache.manager import CacheManager
 from anaphora.cache.pins import Pin
 from anaphora.cache.usage import Used
 from anaphora.errors import InvalidRequest, NotFound
-from anaphora.types import PinReport, Prefix, PrefixList, SharedPrefix
+from anaphora.types.reports import PinReport, Prefix, PrefixList, SharedPrefix
 
 EDGE_TOKENS = 64
 """Tokens at the beginning and at the end of a prefix that a list shows."""

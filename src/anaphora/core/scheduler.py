@@ -14,26 +14,17 @@ from typing import NamedTuple
 
 from anaphora.cache.hashing import root_hash
 from anaphora.cache.index import Match
-from anaphora.cache.manager import BlockTable, CacheManager
+from anaphora.cache.manager import CacheManager
+from anaphora.cache.table import BlockTable
 from anaphora.config import SchedulerConfig
 from anaphora.core.groups import PrefixGroups
 from anaphora.core.lookups import Lookups
 from anaphora.core.sequence import Sequence, State
 from anaphora.errors import InvalidRequest
-from anaphora.types import (
-    Batch,
-    BlockCopy,
-    CacheReport,
-    Chunk,
-    EngineStats,
-    FinishReason,
-    Join,
-    PromptDone,
-    Request,
-    SequenceUpdate,
-    StepOutput,
-    TokenLogprobs,
-)
+from anaphora.types.batch import Batch, BlockCopy, Chunk, Join, StepOutput, TokenLogprobs
+from anaphora.types.outputs import EngineStats, FinishReason, PromptDone, SequenceUpdate
+from anaphora.types.reports import CacheReport
+from anaphora.types.request import Request
 
 
 class _Work(NamedTuple):

@@ -5,8 +5,10 @@ from __future__ import annotations
 import enum
 
 from anaphora.cache.hashing import BlockHash
-from anaphora.cache.manager import BlockTable
-from anaphora.types import CacheReport, Request, TokenLogprobs
+from anaphora.cache.table import BlockTable
+from anaphora.types.batch import TokenLogprobs
+from anaphora.types.reports import CacheReport
+from anaphora.types.request import Request
 
 
 class State(enum.Enum):

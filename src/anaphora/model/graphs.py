@@ -17,7 +17,7 @@ from anaphora.attention.base import QueryRange, StepLayout
 from anaphora.model.inputs import StepInputs
 
 if TYPE_CHECKING:
-    from anaphora.attention.triton import TritonAttention
+    from anaphora.attention.gpu import TritonAttention
 
 SIZES = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 160, 192, 224, *range(256, 1024, 64), *range(1024, 1537, 128))
 """Rows of a graph, beside the most that can run. A step takes the next larger one."""

@@ -20,7 +20,7 @@ from torch import Tensor
 from anaphora.attention.base import QueryRange, StepLayout
 from anaphora.attention.transfer import to_device
 from anaphora.errors import StepFailed
-from anaphora.types import Batch
+from anaphora.types.batch import Batch
 
 ROW_MULTIPLE = 16
 """A batch of more rows is padded to a multiple of this; padding writes to the null block and nobody reads it."""

@@ -119,18 +119,18 @@ def load_model(settings: ModelConfig, device: torch.device) -> LoadedModel:
 
 def _fuse(loaded: LoadedModel, options: dict[int, LayerOptions], device: torch.device) -> None:
     if device.type == "cpu":
-        from anaphora.attention.tiles import AMX
-        from anaphora.model import fusion
+        from anaphora.kernels.cpu.amx import AMX
+        from anaphora.model.fuse import cpu
 
         if AMX:
-            from anaphora.model import stack  # its kernels are compiled when they are imported
+            from anaphora.model.fuse import cpu_decoder
 
-            stack.stack(base_of(loaded.model), options, loaded.layouts)
-        fusion.fuse(loaded.model)
+            cpu_decoder.stack(base_of(loaded.model), options, loaded.layouts)
+        cpu.fuse(loaded.model)
     else:
-        from anaphora.model import fused  # triton comes with torch for GPUs only
+        from anaphora.model.fuse import gpu
 
-        fused.fuse(base_of(loaded.model), loaded.arguments(), options)
+        gpu.fuse(base_of(loaded.model), loaded.arguments(), options)
 
 
 def base_of(model: Any) -> nn.Module:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from anaphora.attention.base import PagedLayers, backend_class, route
+from anaphora.checkpoint.resolve import resolve
 from anaphora.config import EngineConfig, SchedulerConfig
 from anaphora.errors import StepFailed
 from anaphora.model.graphs import StepGraphs, bytes_needed
@@ -31,8 +32,8 @@ from anaphora.model.memory import (
     size_pool,
 )
 from anaphora.model.sampling import Drawn, Sampler
-from anaphora.model.source import resolve
-from anaphora.types import Batch, Chunk, Join, ModelInfo, SamplingParams, StepOutput, TokenLogprobs
+from anaphora.types.batch import Batch, Chunk, Join, ModelInfo, StepOutput, TokenLogprobs
+from anaphora.types.sampling import SamplingParams
 
 LONG_CHUNK = 512
 """Tokens, at least which attention cuts into parts that are merged."""
@@ -71,7 +72,7 @@ def load(config: EngineConfig) -> ModelRunner:
 
 def _check_before_loading(config: EngineConfig, device: torch.device) -> None:
     """What can be known without the weights: ConfigError for kernels that do not take it, and a card too small."""
-    from anaphora.attention.triton import TritonAttention  # triton comes with torch for GPUs only
+    from anaphora.attention.gpu import TritonAttention
 
     TritonAttention.check_block_size(config.cache.block_size)
     found = sketch(config.model, device)
@@ -317,7 +318,7 @@ def _compiling(device: torch.device) -> AbstractContextManager[None]:
     """Inside, kernels are compiled; later ones are a warning."""
     if device.type == "cpu":
         return nullcontext()
-    from anaphora.attention.compiling import COMPILATIONS  # triton comes with torch for GPUs only
+    from anaphora.kernels.triton.compile_watch import COMPILATIONS
 
     return COMPILATIONS.expected()
 

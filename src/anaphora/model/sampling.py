@@ -27,7 +27,8 @@ from torch import Tensor
 
 from anaphora.attention.transfer import to_device
 from anaphora.errors import StepFailed
-from anaphora.types import MAX_LOGPROBS, Join, SamplingParams, TokenLogprobs
+from anaphora.types.batch import Join, TokenLogprobs
+from anaphora.types.sampling import MAX_LOGPROBS, SamplingParams
 
 GREEDY_BELOW = 1e-5
 """Temperatures under this are greedy, as in vLLM: dividing by them would overflow."""

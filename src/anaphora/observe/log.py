@@ -8,7 +8,8 @@ from collections.abc import Callable
 from typing import Protocol
 
 from anaphora.observe.record import RequestRecord
-from anaphora.types import EngineInfo, EngineStats, is_hit
+from anaphora.types.outputs import EngineInfo, EngineStats
+from anaphora.types.reports import is_hit
 
 logger = logging.getLogger("anaphora.server")
 

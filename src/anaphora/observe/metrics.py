@@ -38,7 +38,8 @@ from prometheus_client.utils import floatToGoString
 
 from anaphora.cache.events import Reason
 from anaphora.observe.record import RequestRecord
-from anaphora.types import HIT_TOKENS, EngineInfo, EngineStats, StepResult
+from anaphora.types.outputs import EngineInfo, EngineStats, StepResult
+from anaphora.types.reports import HIT_TOKENS
 
 logger = logging.getLogger("anaphora.metrics")
 

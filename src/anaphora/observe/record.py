@@ -16,7 +16,7 @@ import msgspec
 
 from anaphora.cache.hashing import BlockHash, extend_chain, pack, root_hash
 from anaphora.errors import ConfigError
-from anaphora.types import Request
+from anaphora.types.request import Request
 
 logger = logging.getLogger("anaphora.record")
 

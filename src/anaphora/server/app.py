@@ -21,22 +21,22 @@ from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp
 
+from anaphora.advice import template_checks
+from anaphora.advice.server_flags import Pitfall, Setup, pitfalls
 from anaphora.config import EngineConfig, ServerConfig
-from anaphora.core.client import EngineClient
 from anaphora.errors import AnaphoraError, ConfigError
 from anaphora.observe.log import describe_pool
 from anaphora.observe.record import open_log
-from anaphora.pitfalls import Pitfall, Setup, pitfalls
-from anaphora.server.asgi import KeyGuard, Straight
-from anaphora.server.lifetime import Ending, Server
-from anaphora.server.routes import on_crash, on_error, on_http_error, routes
+from anaphora.remote.client import EngineClient
+from anaphora.server.api.routes import on_crash, on_error, on_http_error, routes
+from anaphora.server.cache_api.warm import Entry, read_warm_file, warm_up
+from anaphora.server.http.asgi import KeyGuard, Straight
+from anaphora.server.http.lifetime import Ending, Server
 from anaphora.server.service import Names, Service, TextSide
-from anaphora.server.warm import Entry, read_warm_file, warm_up
-from anaphora.text import habits
-from anaphora.text.chat import read_template
-from anaphora.text.generation import load_defaults
+from anaphora.text.chat_template import read_template
+from anaphora.text.generation_config import load_defaults
 from anaphora.text.tokenizer import Tokenizer
-from anaphora.types import EngineInfo
+from anaphora.types.outputs import EngineInfo
 
 logger = logging.getLogger("anaphora.server")
 
@@ -170,7 +170,7 @@ def _came(starting: asyncio.Task[EngineClient]) -> bool:
 
 def _pitfalls(config: EngineConfig, info: EngineInfo, text: TextSide) -> list[Pitfall]:
     """What of the settings and of the chat template breaks reuse or memory."""
-    checks = habits.examine(text.template) if text.template is not None else []
+    checks = template_checks.examine(text.template) if text.template is not None else []
     setup = Setup(
         exact=True,
         prefix_caching=config.cache.enable_prefix_caching,

@@ -18,25 +18,19 @@ from anaphora.errors import NotFound
 from anaphora.observe.log import HitRates, LoadLog, describe_request
 from anaphora.observe.metrics import Metrics
 from anaphora.observe.record import RecordWriter, RequestRecord, add_block_hashes
-from anaphora.server import places, prompts
-from anaphora.server.answers import Answer, Engine, merge
-from anaphora.server.protocol import ChatRequest, CompletionRequest, sampling_params
+from anaphora.server.api import prompts
+from anaphora.server.api.answers import Answer, Engine, merge
+from anaphora.server.api.protocol import ChatRequest, CompletionRequest, sampling_params
+from anaphora.server.cache_api import prompt_positions
 from anaphora.text import sandbox
-from anaphora.text.assemble import ChoiceDelta
-from anaphora.text.chat import ChatTemplate
-from anaphora.text.generation import GenerationDefaults
+from anaphora.text.chat_template import ChatTemplate
+from anaphora.text.generation_config import GenerationDefaults
+from anaphora.text.output_processor import ChoiceDelta
 from anaphora.text.tokenizer import Tokenizer
-from anaphora.types import (
-    CacheReport,
-    EngineInfo,
-    EngineStats,
-    PinReport,
-    Prefix,
-    PrefixList,
-    Request,
-    SamplingParams,
-    StepResult,
-)
+from anaphora.types.outputs import EngineInfo, EngineStats, StepResult
+from anaphora.types.reports import CacheReport, PinReport, Prefix, PrefixList
+from anaphora.types.request import Request
+from anaphora.types.sampling import SamplingParams
 
 logger = logging.getLogger("anaphora.server")
 
@@ -253,7 +247,7 @@ class Service:
         """What of a record takes long; runs in the recorder's thread."""
         add_block_hashes(self.info.model.identity, answer.request, record)
         if answer.body is not None and answer.done is not None:
-            record.place = places.find(self.text, answer.body, answer.prompt, answer.done.cache)
+            record.place = prompt_positions.find(self.text, answer.body, answer.prompt, answer.done.cache)
 
 
 def public_id(call: Call, kind: str) -> str:

@@ -16,7 +16,7 @@ from hashlib import blake2b
 from typing import Any
 
 from anaphora.errors import InvalidRequest
-from anaphora.text.chat import ChatTemplate, Message
+from anaphora.text.chat_template import ChatTemplate, Message
 
 NOBODY = -1
 """The owner of the template's own text."""

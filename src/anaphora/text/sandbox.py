@@ -83,7 +83,7 @@ class Sandbox:
         if self._process is None or self._process.poll() is not None:
             self.close()
             # -P: a file named like a library in the caller's working directory must not be imported.
-            command = [sys.executable, "-P", "-m", "anaphora.text.renderer", str(self._cpu_seconds)]
+            command = [sys.executable, "-P", "-m", "anaphora.text.render_process", str(self._cpu_seconds)]
             self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         process = self._process
         assert process.stdin is not None

@@ -12,8 +12,8 @@ from typing import Any
 import tokenizers
 
 from anaphora.errors import InvalidRequest, ModelError
-from anaphora.text.chat import ChatTemplate
-from anaphora.text.pieces import Pieces
+from anaphora.text.chat_template import ChatTemplate
+from anaphora.text.token_bytes import Pieces
 
 logger = logging.getLogger(__name__)
 

@@ -88,7 +88,7 @@ def with_last_user(body: Body, text: str) -> Body:
 
 @functools.cache
 def _tokenizer() -> tokenizers.Tokenizer:
-    packed = resources.files("anaphora.tools.doctor") / "tokenizer" / "tokenizer.json.gz"
+    packed = resources.files("anaphora.tools.doctor.read") / "tokenizer" / "tokenizer.json.gz"
     return tokenizers.Tokenizer.from_buffer(gzip.decompress(packed.read_bytes()))
 
 

@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
-from anaphora.text.habits import examine
-from anaphora.tools.doctor.diagnose import Break, Diagnosis, diagnose
-from anaphora.tools.doctor.load import Model, from_bodies, load_model
+from anaphora.advice.template_checks import examine
 from anaphora.tools.doctor.options import DoctorOptions
-from anaphora.tools.doctor.report import NO_GAIN, as_json
-from anaphora.tools.doctor.template import load_template
+from anaphora.tools.doctor.price.diagnose import Break, Diagnosis, diagnose
+from anaphora.tools.doctor.read.load import Model, from_bodies, load_model
+from anaphora.tools.doctor.show.report import NO_GAIN, as_json
+from anaphora.tools.lint.template import load_template
 from tests.tools.doctor import logs
 from tests.tools.doctor.logs import Body
 

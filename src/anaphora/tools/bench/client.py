@@ -12,7 +12,7 @@ import msgspec
 
 from anaphora.config import parse_server_url
 from anaphora.errors import AnaphoraError, ConfigError
-from anaphora.observe.scrape import Growth, hits, parse
+from anaphora.tools.shared.metrics_page import Growth, hits, parse
 
 TIMEOUT = httpx.Timeout(30, read=900)
 _PREFILL = "vllm:request_prefill_time_seconds"

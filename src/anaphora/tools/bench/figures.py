@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from anaphora.tools.bench.client import Counters, Sample
 from anaphora.tools.bench.lengths import block_hits, reusable
-from anaphora.types import is_hit
+from anaphora.types.reports import is_hit
 
 Figures = dict[str, float | None]
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from anaphora.tools.bench.client import Server
-from anaphora.tools.bench.machine import gpus
 from anaphora.tools.bench.options import BenchOptions
 from anaphora.tools.bench.servers import OwnServer
+from anaphora.tools.shared.machine import gpus
 
 Say = Callable[[str], None]
 _WORDS = {"off": "without prefix caching", "on": "with prefix caching"}

@@ -25,9 +25,9 @@ from anaphora.tools.bench.figures import (
     token_hit_rate,
     ttft,
 )
-from anaphora.tools.bench.machine import commit, machine, versions
 from anaphora.tools.bench.options import BenchOptions
 from anaphora.tools.bench.workloads import shape_of
+from anaphora.tools.shared.machine import commit, machine, versions
 
 SECONDS, RATE, SHARE, HOURS, PRICE = "s", "rate", "share", "hours", "price"
 

@@ -11,17 +11,19 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
+from anaphora.advice import template_checks
 from anaphora.errors import ConfigError
-from anaphora.text import habits
-from anaphora.tools.doctor import fix, heads, live_command, serve_flags, template, terminal
-from anaphora.tools.doctor.compare import compare
-from anaphora.tools.doctor.console import LogConsole
-from anaphora.tools.doctor.diagnose import Diagnosis, diagnose
-from anaphora.tools.doctor.load import Log, load, load_model
+from anaphora.tools.doctor.live import command as live_command
 from anaphora.tools.doctor.options import DoctorOptions, ExplainOptions
-from anaphora.tools.doctor.page import render_page
-from anaphora.tools.doctor.report import as_json
-from anaphora.tools.doctor.usage import read_prices
+from anaphora.tools.doctor.price.compare import compare
+from anaphora.tools.doctor.price.diagnose import Diagnosis, diagnose
+from anaphora.tools.doctor.read.load import Log, load, load_model
+from anaphora.tools.doctor.show import fixed_log, prompt_starts, terminal
+from anaphora.tools.doctor.show.console import LogConsole
+from anaphora.tools.doctor.show.page import render_page
+from anaphora.tools.doctor.show.report import as_json
+from anaphora.tools.lint import command_line, template
+from anaphora.tools.shared.usage import read_prices
 
 _STYLES = {"good": "green", "breaks": "bold red", "note": "yellow"}
 
@@ -42,7 +44,7 @@ def main(options: DoctorOptions) -> int:
         return _template(options.template, options.json)
     prices = read_prices(options.prices) if options.prices else {}
     if options.heads:
-        heads.show(_load(options, lambda *_: None), LogConsole())
+        prompt_starts.show(_load(options, lambda *_: None), LogConsole())
         return 0
     diagnosis = examine(options)
     data = as_json(diagnosis, options, prices)
@@ -51,7 +53,7 @@ def main(options: DoctorOptions) -> int:
     terminal.show(data, LogConsole())
     if options.fix:
         assert options.log is not None
-        fixed = fix.write(diagnosis, options.log, options.fix)
+        fixed = fixed_log.write(diagnosis, options.log, options.fix)
         data["fix"] = fixed.as_json()
         terminal.show_fix(options.fix, data["fix"], LogConsole())
     if options.html:
@@ -73,14 +75,14 @@ def explain(options: ExplainOptions) -> int:
     """Compare two bodies and say where and why they part."""
     assert options.first is not None
     assert options.second is not None
-    heads.explain(options.first, options.second, load_model(options.model, options.chat_template), LogConsole())
+    prompt_starts.explain(options.first, options.second, load_model(options.model, options.chat_template), LogConsole())
     return 0
 
 
 def _serve_flags(options: DoctorOptions) -> int:
     """Examine a server's command line, with a log for what its prompts are like; 1 where something is wrong."""
     console = LogConsole()
-    typed, found, notes = serve_flags.examine(options, load_model(options.model, options.chat_template))
+    typed, found, notes = command_line.examine(options, load_model(options.model, options.chat_template))
     lines = [("breaks" if pitfall.breaks else "note", str(pitfall)) for pitfall in found]
     lines += [("breaks", said) for said in typed.unknown]
     lines += [("note", said) for said in notes]
@@ -103,7 +105,7 @@ def _serve_flags(options: DoctorOptions) -> int:
 def _template(name: str, json: str | None) -> int:
     """Play a template; 1 where a turn does not extend the one before it."""
     console = LogConsole()
-    checks = habits.examine(template.load_template(name))
+    checks = template_checks.examine(template.load_template(name))
     for check in checks:
         word = "good" if not check.problem else "breaks" if check.breaks else "note"
         said = f"{check.name}: {check.problem}. Mend: {check.mend}" if check.problem else check.name

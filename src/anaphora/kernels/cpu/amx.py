@@ -1,0 +1,209 @@
+"""Products of matrices by the tile registers (AMX) of the processors that have them, or by vectors."""
+
+from __future__ import annotations
+
+import ctypes
+import platform
+from typing import Any
+
+import numpy as np
+from llvmlite import ir
+from llvmlite.binding import get_host_cpu_features
+from numba.core import cgutils
+
+from anaphora.kernels.cpu.simd import (
+    ADDRESS,
+    FLOAT,
+    INT8,
+    LANES,
+    NUMBER,
+    at,
+    call,
+    constant,
+    load,
+    multiply_add,
+    number,
+    operation,
+    splat,
+    steps,
+    store,
+)
+
+TILE_BYTES = 1024
+"""Of a tile: 16 rows of 64 bytes, so 32 bfloat16 numbers or 16 float32."""
+
+_ROWS = 8  # of the product of vectors, so that as many sums are under way
+_ARCH_REQ_XCOMP_PERM, _XFEATURE_TILEDATA, _SYS_ARCH_PRCTL = 0x1023, 18, 158
+
+
+def _permitted() -> bool:
+    """Ask Linux for the tile registers, which it gives to a process on request."""
+    try:
+        return int(ctypes.CDLL(None).syscall(_SYS_ARCH_PRCTL, _ARCH_REQ_XCOMP_PERM, _XFEATURE_TILEDATA)) == 0
+    except (AttributeError, OSError):
+        return False
+
+
+KNOWN = platform.machine() == "x86_64" and bool(get_host_cpu_features().get("amx-bf16"))
+"""Whether the processor has the tile registers, and so the 16-lane instructions for bfloat16 too."""
+AMX = KNOWN and _permitted()
+"""Whether the tile registers can be used."""
+
+
+FEW = 5
+"""Registers from here on always have 16 rows; those before have as many as there are rows to multiply."""
+
+
+def _shapes() -> Any:
+    shapes = np.zeros((LANES + 1, 64), np.uint8)
+    shapes[:, 0] = 1  # the palette of eight tiles
+    shapes[:, 16:32].view(np.uint16)[:] = 64
+    shapes[:, 48:56] = LANES
+    shapes[:LANES, 48 : 48 + FEW] = np.arange(LANES)[:, None]
+    return shapes
+
+
+SHAPES = _shapes()
+"""Eight tiles of rows of 64 bytes, for each number of rows from 0 to 16: so many in those that are no second factor."""
+
+
+def _call(builder: Any, name: str, *args: Any) -> None:
+    if KNOWN:
+        call(builder, f"llvm.x86.{name}", ir.VoidType(), *args)
+
+
+def _tile(register: int) -> Any:
+    return ir.Constant(INT8, register)
+
+
+def _zero(builder: Any, count: int) -> None:
+    for n in range(count):
+        _call(builder, "tilezero", _tile(n))
+
+
+def _pointer(builder: Any, address: Any, offset: Any) -> Any:
+    return at(builder, address, offset, INT8)
+
+
+@operation(ADDRESS, ADDRESS)
+def open_tiles(builder: Any, shapes: Any, before: Any) -> None:
+    """Shape the thread's tiles, all for 16 rows; what they were goes to 64 bytes at ``before``."""
+    _call(builder, "sttilecfg", _pointer(builder, before, number(0)))
+    _call(builder, "ldtilecfg", _pointer(builder, shapes, number(64 * LANES)))
+
+
+@operation(ADDRESS, NUMBER)
+def shape_tiles(builder: Any, shapes: Any, rows: Any) -> None:
+    """From here on products with fewer rows, in less time; ``multiply_square`` and ``multiply`` need all 16."""
+    _call(builder, "ldtilecfg", _pointer(builder, shapes, builder.mul(rows, number(64))))
+
+
+@operation(ADDRESS)
+def close_tiles(builder: Any, before: Any) -> None:
+    """Others may count on the tiles having kept their shape."""
+    _call(builder, "ldtilecfg", _pointer(builder, before, number(0)))
+
+
+@operation(ADDRESS, NUMBER, NUMBER, NUMBER, ADDRESS, ADDRESS, NUMBER)
+def multiply(builder: Any, a: Any, a_row: Any, a_tile: Any, a_step: Any, b: Any, c: Any, count: Any) -> None:
+    """C ``[64, 16]`` float32 = A ``[64, 32 · count]`` times B ``[32 · count, 16]``.
+
+    A is bfloat16, with the bytes from row to row of a tile, from tile to tile, and from 32 columns to the next.
+    B has its rows in pairs: a word holds two rows' numbers of one column. C and B have their tiles in a row.
+
+    A tile register waits for whoever used it last, so those of A are used in turn.
+    """
+    row = number(64)
+
+    _zero(builder, 4)
+    with steps(builder, count, 1) as i:
+        _call(builder, "tileloadd64", _tile(7), _pointer(builder, b, builder.mul(i, number(TILE_BYTES))), row)
+        for n in range(4):
+            place = builder.add(builder.mul(i, a_step), builder.mul(a_tile, number(n)))
+            _call(builder, "tileloadd64", _tile(4 + n % 3), _pointer(builder, a, place), a_row)
+            _call(builder, "tdpbf16ps", _tile(n), _tile(4 + n % 3), _tile(7))
+    for n in range(4):
+        _call(builder, "tilestored64", _tile(n), _pointer(builder, c, number(TILE_BYTES * n)), row)
+
+
+def _multiplier(groups: int, tiles: int, onto: bool = False) -> Any:
+    rows, columns = ([4], [5, 6, 7]) if groups == 1 else ([4, 5], [6, 7])
+
+    @operation(ADDRESS, NUMBER, ADDRESS, NUMBER, ADDRESS, NUMBER, NUMBER)
+    def multiply(builder: Any, a: Any, a_row: Any, b: Any, b_tile: Any, c: Any, c_row: Any, count: Any) -> None:
+        """C ``[16 · groups, 16 · tiles]`` float32 = A ``[16 · groups, 32 · count]`` times B ``[…, 16 · tiles]``.
+
+        A and C with the bytes from row to row. B is ``count`` tiles in a row, whose words hold two rows' numbers of one
+        column, for each 16 columns, with the bytes from the first of one to the first of the next. ``onto`` what is
+        in C already.
+        """
+
+        def sums(instruction: str) -> None:
+            for n in range(groups * tiles):
+                place = builder.add(builder.mul(c_row, number(n // tiles * LANES)), number(64 * (n % tiles)))
+                _call(builder, instruction, _tile(n), _pointer(builder, c, place), c_row)
+
+        row = number(64)
+        if onto:
+            sums("tileloadd64")
+        else:
+            _zero(builder, groups * tiles)
+        with steps(builder, count, 1) as i:
+            for group, register in enumerate(rows):
+                place = builder.add(builder.mul(i, row), builder.mul(a_row, number(LANES * group)))
+                _call(builder, "tileloadd64", _tile(register), _pointer(builder, a, place), a_row)
+            for n in range(tiles):
+                register = columns[n % len(columns)]
+                place = builder.add(builder.mul(i, number(TILE_BYTES)), builder.mul(b_tile, number(n)))
+                _call(builder, "tileloadd64", _tile(register), _pointer(builder, b, place), row)
+                for group, other in enumerate(rows):
+                    _call(builder, "tdpbf16ps", _tile(group * tiles + n), _tile(other), _tile(register))
+        sums("tilestored64")
+
+    return multiply
+
+
+multiply_four, multiply_two, multiply_square = _multiplier(1, 4), _multiplier(1, 2), _multiplier(2, 2)
+"""Of 16 rows with 64 or 32 columns, and of 32 rows with 32 columns: as many as the registers can sum at once."""
+
+multiply_four_onto, multiply_two_onto = _multiplier(1, 4, onto=True), _multiplier(1, 2, onto=True)
+
+
+@operation(ADDRESS, NUMBER, ADDRESS, ADDRESS, ADDRESS, ADDRESS, ADDRESS, NUMBER, NUMBER)
+def multiply_keys(
+    builder: Any, a: Any, a_row: Any, b0: Any, b1: Any, b2: Any, b3: Any, c: Any, c_row: Any, count: Any
+) -> None:
+    """``multiply_four`` of a B whose 16 columns each are at an address of their own."""
+    row = number(64)
+
+    _zero(builder, 4)
+    with steps(builder, count, 1) as i:
+        _call(builder, "tileloadd64", _tile(4), _pointer(builder, a, builder.mul(i, row)), a_row)
+        for n, b in enumerate((b0, b1, b2, b3)):
+            place = builder.mul(i, number(TILE_BYTES))
+            _call(builder, "tileloadd64", _tile(FEW + n % 3), _pointer(builder, b, place), row)
+            _call(builder, "tdpbf16ps", _tile(n), _tile(4), _tile(FEW + n % 3))
+    for n in range(4):
+        _call(builder, "tilestored64", _tile(n), _pointer(builder, c, number(64 * n)), c_row)
+
+
+@operation(ADDRESS, NUMBER, NUMBER, ADDRESS, ADDRESS, NUMBER, NUMBER)
+def multiply_vectors(builder: Any, a: Any, a_row: Any, a_column: Any, b: Any, c: Any, rows: Any, count: Any) -> None:
+    """C ``[rows, 16]`` = A ``[rows, count]`` times B ``[count, 16]``, float32.
+
+    A with the numbers from row to row and from column to column; ``rows`` is a multiple of 8.
+    """
+    with steps(builder, rows, _ROWS) as first:
+        places = [builder.mul(builder.add(first, number(n)), number(LANES)) for n in range(_ROWS)]
+        sums = [cgutils.alloca_once_value(builder, constant(0.0)) for _ in range(_ROWS)]
+        for chain in sums:
+            builder.store(constant(0.0), chain)
+        with steps(builder, count, 1) as i:
+            column = load(builder, b, builder.mul(i, number(LANES)))
+            for n, chain in enumerate(sums):
+                row = builder.mul(builder.add(first, number(n)), a_row)
+                place = builder.add(row, builder.mul(i, a_column))
+                x = splat(builder, builder.load(at(builder, a, place, FLOAT), align=4))
+                builder.store(multiply_add(builder, x, column, builder.load(chain)), chain)
+        for place, chain in zip(places, sums, strict=True):
+            store(builder, builder.load(chain), c, place)

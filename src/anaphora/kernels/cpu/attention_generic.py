@@ -1,0 +1,389 @@
+"""The compiled kernels of attention on the CPU: all of a step's queries over the blocks of the pool, and new tokens.
+
+An item of work is some rows of the batch, all the heads of theirs that share a KV head, over a range of keys: scores
+and sums have a column for each query, 16 columns to a matrix, and run down the keys in blocks. So a chunk of a prompt,
+rows that share a prefix and a row over its own keys are the same work. Items over parts of a row's keys are merged.
+
+A kernel is a C function that gets the address of one record. All threads call it at once; inside, they take items from
+a counter until none is left.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+from numba import carray
+
+from anaphora.kernels.cpu.amx import TILE_BYTES, close_tiles, multiply, multiply_vectors, open_tiles
+from anaphora.kernels.cpu.attention_amx import KEY_BLOCK, put_key, put_mean, put_value, tiled_item
+from anaphora.kernels.cpu.launch import fields
+from anaphora.kernels.cpu.simd import (
+    BFLOAT16,
+    FLOAT32,
+    LANES,
+    add_scaled,
+    atomic_add,
+    convert,
+    convert_rows,
+    float32,
+    inline,
+    int32,
+    int64,
+    kernel,
+    prefetch_rows,
+    put_float32,
+    put_int32,
+    put_int64,
+    put_zeros,
+    scale,
+)
+from anaphora.kernels.cpu.softmax import cap, hide, rescale_add, softmax, softmax_pairs, transpose, transpose_pairs
+
+APART = 576
+"""Bytes between areas that are used together, lest addresses that are equal but for their page wait for each other."""
+
+WRITE_ROWS = 32
+"""New tokens that are written to the pool as one item of work."""
+
+TASK = ("first", "count", "table", "begin", "end", "base", "all_see_from", "all_see_to")
+"""Fields of a task: its rows in ``members``, the start of its block table, its keys, where its result goes (-1: it is
+all that its rows have, and goes to the output), and the keys that each of its rows sees."""
+
+ATTEND = fields(
+    "left",  # int64 [merged rows]: the items that are left
+    "tasks",  # int32 [tasks, 8]: see TASK
+    "num_tasks",
+    "members",  # int32: rows of the batch
+    "lows",  # int32 [rows of the batch]: the first key that a row sees,
+    "ends",  # and the one behind the last
+    "tables",  # int32: the block tables, one behind the other
+    "merged",  # int32 [rows of the batch]: which merged row it is
+    "merges",  # int32 [merged rows, 3]: row of the batch, first share and end
+    "shares",  # int32: a place in outs and logs
+    "block_size",
+    "heads",
+    "kv_heads",
+    "key_size",
+    "value_size",
+    "value_offset",  # of a token's values from its first key, in elements
+    "width",
+    "outs",  # float32 [shares, heads, value_size]
+    "logs",  # float32 [shares, heads]: log-sum-exp
+    "scratch",
+    "scratch_bytes",  # of one thread
+    "columns",  # of a task, at most; a multiple of 16
+    # What each layer brings:
+    "tiles",  # 0, or the shapes of the tile registers: products of bfloat16 go through them
+    "tiled",  # whether the pool lies as ``tiled`` tells
+    "pool",
+    "pool_kind",
+    "query",
+    "query_head",  # strides in elements
+    "query_row",
+    "query_kind",
+    "out",  # [rows of the batch, heads, value_size], of the query's kind
+    "sinks",  # float32 [heads], or 0
+    real=["scale", "softcap"],
+)
+
+WRITE = fields(
+    "num_rows",
+    "slots",  # int64 [rows]
+    "tiled",  # whether the pool lies as ``tiled`` tells; ``kind`` is the pool's then
+    "pool",
+    "pool_kind",
+    "width",
+    "kind",  # of key and value
+    "heads",
+    "key",
+    "key_size",
+    "key_head",  # strides in elements
+    "key_row",
+    "value",
+    "value_size",  # 0: there is none
+    "value_head",
+    "value_row",
+)
+
+
+@inline
+def padded_key(size):  # type: ignore[no-untyped-def]
+    return (size + 31) // 32 * 32
+
+
+@inline
+def padded_value(size):  # type: ignore[no-untyped-def]
+    return (size + 63) // 64 * 64
+
+
+@inline
+def areas(key_size, value_size, columns):  # type: ignore[no-untyped-def]
+    """Where in a thread's scratch is what: offsets in bytes, the last of them its size. See ``_task``."""
+    key, value = 4 * padded_key(key_size), 4 * padded_value(value_size)
+    keys = 64  # behind the shape that the tiles had before
+    values = keys + KEY_BLOCK * key + APART
+    turned = values + KEY_BLOCK * value + APART  # values, columns as rows
+    scores = turned + KEY_BLOCK * value // 2 + APART
+    weights = scores + 4 * KEY_BLOCK * LANES + APART
+    rows = weights + 4 * KEY_BLOCK * LANES + APART  # 16 queries or sums of values, to be made columns or made from them
+    queries = rows + LANES * max(key, value)
+    sums = queries + columns * key  # of values
+    states = sums + columns * value  # six numbers of a column: largest, total, rescale, low, end, row
+    return keys, values, turned, scores, weights, rows, queries, sums, states, states + 24 * columns
+
+
+# --- One item ---------------------------------------------------------------------------------------------------------
+
+
+@inline
+def _run(a, table, position, end):  # type: ignore[no-untyped-def]
+    """Where the token at ``position`` starts in the pool, in bytes; how many up to ``end`` follow it there."""
+    index = position // a.block_size
+    within = position - index * a.block_size
+    slot = int32(a.tables, table + index) * a.block_size + within
+    return a.pool + slot * a.width * (2 if a.pool_kind == BFLOAT16 else 4), min(a.block_size - within, end - position)
+
+
+@inline
+def _prefetch(a, table, first, count, kv_head):  # type: ignore[no-untyped-def]
+    """Ask for keys and values of a head that will be read soon."""
+    number_bytes = 2 if a.pool_kind == BFLOAT16 else 4
+    key, value = kv_head * a.key_size * number_bytes, (a.value_offset + kv_head * a.value_size) * number_bytes
+    position = first
+    while position < first + count:
+        token, run = _run(a, table, position, first + count)
+        prefetch_rows(token + key, a.width * number_bytes, run, a.key_size * number_bytes)
+        prefetch_rows(token + value, a.width * number_bytes, run, a.value_size * number_bytes)
+        position += run
+
+
+@inline
+def _gather(a, kind, table, first, count, rows, kv_head, keys, values):  # type: ignore[no-untyped-def]
+    """Bring ``count`` keys and values of a head side by side, and zeros to what is left of ``rows`` and of a row."""
+    key_size, value_size = padded_key(a.key_size), padded_value(a.value_size)
+    number_bytes, bytes_here = 2 if a.pool_kind == BFLOAT16 else 4, 2 if kind == BFLOAT16 else 4
+    key, value = kv_head * a.key_size * number_bytes, (a.value_offset + kv_head * a.value_size) * number_bytes
+    key_step, value_step = bytes_here * key_size, bytes_here * value_size
+    pool_step, done = a.width * number_bytes, np.int64(0)
+    if key_size != a.key_size:
+        put_zeros(keys, 0, rows * key_size, kind)
+    if value_size != a.value_size:
+        put_zeros(values, 0, rows * value_size, kind)
+    while done < count:
+        token, run = _run(a, table, first + done, first + count)
+        at = keys + done * key_step
+        convert_rows(token + key, pool_step, a.pool_kind, at, key_step, kind, run, a.key_size)
+        at = values + done * value_step
+        convert_rows(token + value, pool_step, a.pool_kind, at, value_step, kind, run, a.value_size)
+        done += run
+    put_zeros(keys, count * key_size, rows * key_size, kind)
+    put_zeros(values, count * value_size, rows * value_size, kind)
+
+
+@inline
+def _columns(a, kind, task, kv_head, columns, scratch):  # type: ignore[no-untyped-def]
+    """The queries of a task as columns, head by head, and what each column starts with."""
+    _, _, _, _, _, row_area, query_area, _, state_area, _ = areas(a.key_size, a.value_size, a.columns)
+    rows, queries = scratch + row_area, scratch + query_area
+    size, group = padded_key(a.key_size), a.heads // a.kv_heads
+    words = size // 2 if kind == BFLOAT16 else size
+    first, count = int32(task, 0), int32(task, 1)
+    used = count * group
+    for start in range(0, columns, LANES):
+        state = scratch + state_area + 24 * start
+        put_zeros(rows, 0, LANES * words, FLOAT32)
+        for lane in range(LANES):
+            column = start + lane
+            row, low, end = np.int64(0), np.int64(0), np.int64(0)
+            if column < used:
+                member = column % count
+                row = int32(a.members, first + member)
+                low, end = int32(a.lows, row), min(int32(a.ends, row), int32(task, 4))
+                head = kv_head * group + column // count
+                offset = head * a.query_head + row * a.query_row
+                convert(a.query, offset, a.query_kind, rows, lane * size, kind, a.key_size)
+            put_float32(state, lane, np.float32(-1e30))
+            put_float32(state, LANES + lane, np.float32(0.0))
+            put_int32(state, 3 * LANES + lane, np.int32(low))
+            put_int32(state, 4 * LANES + lane, np.int32(end))
+            put_int32(state, 5 * LANES + lane, np.int32(row))
+        for word in range(0, words, LANES):
+            transpose(rows + 4 * word, words, queries + 4 * (start * words + word * LANES), LANES)
+
+
+@inline
+def _block(a, kind, start, first, rows, masked, fresh, scratch):  # type: ignore[no-untyped-def]
+    """16 columns from ``start`` on over a block of keys: ``rows`` of them, a multiple of 64, from ``first`` on."""
+    key_area, value_area, turned_area, score_area, weight_area, _, query_area, sum_area, state_area, _ = areas(
+        a.key_size, a.value_size, a.columns
+    )
+    keys, values, turned = scratch + key_area, scratch + value_area, scratch + turned_area
+    scores, weights = scratch + score_area, scratch + weight_area
+    key_size, value_size = padded_key(a.key_size), padded_value(a.value_size)
+    sums, state = scratch + sum_area + 4 * start * value_size, scratch + state_area + 24 * start
+    if kind == BFLOAT16:
+        queries = scratch + query_area + 2 * start * key_size
+        for row in range(0, rows, 64):
+            at = keys + 2 * row * key_size
+            target = scores + 4 * LANES * row
+            multiply(at, 2 * key_size, 32 * key_size, 64, queries, target, key_size // 32)
+    else:
+        queries = scratch + query_area + 4 * start * key_size
+        multiply_vectors(keys, key_size, 1, queries, scores, rows, a.key_size)
+    factor = a.scale
+    if a.softcap != 0.0:
+        cap(scores, rows, np.float32(a.scale / a.softcap))
+        factor = a.softcap
+    if masked:
+        hide(scores, rows, first, state + 3 * 4 * LANES, state + 4 * 4 * LANES)
+    total, rescale = state + 4 * LANES, state + 2 * 4 * LANES
+    if kind == BFLOAT16:
+        softmax_pairs(scores, rows, np.float32(factor / math.log(2.0)), state, total, rescale, weights)
+    else:
+        softmax(scores, rows, np.float32(factor / math.log(2.0)), state, total, rescale, weights)
+    # Through the scores' area: a tile that is loaded from what vectors have just stored would wait for it.
+    tile = KEY_BLOCK // 32 * TILE_BYTES
+    for column in range(0, value_size, 64):
+        target = sums + 4 * LANES * column
+        found = target if fresh else scores
+        if kind == BFLOAT16:
+            multiply(turned + column // 16 * tile, 64, tile, TILE_BYTES, weights, found, rows // 32)
+        else:
+            multiply_vectors(values + 4 * column, 1, value_size, weights, found, 64, rows)
+        if not fresh:
+            rescale_add(target, found, 64, rescale)
+
+
+@inline
+def _finish(a, task, kv_head, columns, scratch):  # type: ignore[no-untyped-def]
+    """What all columns of a task have found."""
+    _, _, _, _, _, row_area, _, sum_area, state_area, _ = areas(a.key_size, a.value_size, a.columns)
+    rows, size, group = scratch + row_area, padded_value(a.value_size), a.heads // a.kv_heads
+    count, base = int32(task, 1), int32(task, 5)
+    used = count * group
+    for start in range(0, columns, LANES):
+        state = scratch + state_area + 24 * start
+        sums = scratch + sum_area + 4 * start * size
+        for word in range(0, size, LANES):
+            transpose(sums + 4 * word * LANES, LANES, rows + 4 * word, size)
+        for lane in range(min(LANES, used - start)):
+            column = start + lane
+            head = kv_head * group + column // count
+            total = float32(state, LANES + lane)
+            share = base if base < 0 else base + column % count
+            row = int32(state, 5 * LANES + lane)
+            put_mean(a, rows + 4 * lane * size, float32(state, lane), total, row, head, share)
+
+
+@inline
+def _task(a, task, kv_head, scratch):  # type: ignore[no-untyped-def]
+    kind = BFLOAT16 if a.tiles else FLOAT32
+    key_area, value_area, turned_area, _, _, _, _, _, _, _ = areas(a.key_size, a.value_size, a.columns)
+    keys, values, turned = scratch + key_area, scratch + value_area, scratch + turned_area
+    table, begin, end = int32(task, 2), int32(task, 3), int32(task, 4)
+    all_from, all_to = int32(task, 6), int32(task, 7)
+    columns = (int32(task, 1) * (a.heads // a.kv_heads) + LANES - 1) // LANES * LANES
+    value_size = padded_value(a.value_size)
+    _prefetch(a, table, begin, min(KEY_BLOCK, end - begin), kv_head)
+    _columns(a, kind, task, kv_head, columns, scratch)
+    for first in range(begin, end, KEY_BLOCK):
+        count = min(KEY_BLOCK, end - first)
+        rows = (count + 63) // 64 * 64
+        _gather(a, kind, table, first, count, rows, kv_head, keys, values)
+        _prefetch(a, table, first + count, min(KEY_BLOCK, end - first - count), kv_head)
+        if kind == BFLOAT16:
+            for column in range(0, value_size, LANES):
+                for row in range(0, rows, 32):
+                    target = turned + (column // LANES * (KEY_BLOCK // 32) + row // 32) * TILE_BYTES
+                    transpose_pairs(values + 2 * (row * value_size + column), value_size, target)
+        masked = first < all_from or first + rows > all_to
+        for start in range(0, columns, LANES):
+            _block(a, kind, start, first, rows, masked, first == begin, scratch)
+    _finish(a, task, kv_head, columns, scratch)
+
+
+# --- The merge --------------------------------------------------------------------------------------------------------
+
+
+@inline
+def _merge(a, merge, total):  # type: ignore[no-untyped-def]
+    """One softmax over a row's shares and the sink, for all heads, to the output; ``total`` is scratch."""
+    row, first, last = int32(a.merges, 3 * merge), int32(a.merges, 3 * merge + 1), int32(a.merges, 3 * merge + 2)
+    for head in range(a.heads):
+        largest = float32(a.sinks, head) if a.sinks else np.float32(-np.inf)
+        for share in range(first, last):
+            largest = max(largest, float32(a.logs, int32(a.shares, share) * a.heads + head))
+        weights = np.float32(math.exp(float32(a.sinks, head) - largest)) if a.sinks else np.float32(0.0)
+        put_zeros(total, 0, a.value_size, FLOAT32)
+        for share in range(first, last):
+            place = int32(a.shares, share) * a.heads + head
+            weight = np.float32(math.exp(float32(a.logs, place) - largest))
+            weights += weight
+            if weight > 0:
+                add_scaled(a.outs, place * a.value_size, weight, total, a.value_size)
+        scale(total, a.value_size, np.float32(1.0) / weights)
+        convert(total, 0, FLOAT32, a.out, (row * a.heads + head) * a.value_size, a.query_kind, a.value_size)
+
+
+# --- The kernels ------------------------------------------------------------------------------------------------------
+
+
+@inline
+def attend_item(a, item, scratch):  # type: ignore[no-untyped-def]
+    """Task by task, head by head; who ends the last share of a row merges the row."""
+    task = a.tasks + 32 * (item // a.kv_heads)
+    if a.tiled:
+        tiled_item(a, item, scratch)
+    else:
+        _task(a, task, item % a.kv_heads, scratch)
+    if int32(task, 5) >= 0:
+        for member in range(int32(task, 1)):
+            merge = int32(a.merged, int32(a.members, int32(task, 0) + member))
+            if atomic_add(a.left, merge, -1) == 1:
+                shares = int32(a.merges, 3 * merge + 2) - int32(a.merges, 3 * merge + 1)
+                put_int64(a.left, merge, shares * a.kv_heads)
+                _merge(a, merge, scratch + 64)
+
+
+@kernel(ATTEND)
+def attend(pointer):  # type: ignore[no-untyped-def]
+    """All items of all tasks, in order."""
+    a = carray(pointer, 1)[0]
+    scratch = a.scratch + a.scratch_bytes * atomic_add(a.counters, 1, 1)
+    if a.tiles:
+        open_tiles(a.tiles, scratch)
+    while True:
+        item = atomic_add(a.counters, 0, 1)
+        if item >= a.num_tasks * a.kv_heads:
+            break
+        attend_item(a, item, scratch)
+    if a.tiles:
+        close_tiles(scratch)
+
+
+@kernel(WRITE)
+def write_rows(pointer):  # type: ignore[no-untyped-def]
+    """New keys and values to their slots in the pool."""
+    a = carray(pointer, 1)[0]
+    while True:
+        first = atomic_add(a.counters, 0, 1) * WRITE_ROWS
+        if first >= a.num_rows:
+            break
+        for row in range(first, min(first + WRITE_ROWS, a.num_rows)):
+            slot = int64(a.slots, row)
+            for head in range(a.heads):
+                at = head * a.key_head + row * a.key_row
+                offset = head * a.key_size
+                if a.tiled:
+                    put_key(a.key + 2 * at, a.key_size, a.pool, slot, a.width, offset)
+                else:
+                    convert(a.key, at, a.kind, a.pool, slot * a.width + offset, a.pool_kind, a.key_size)
+            if a.value_size:
+                for head in range(a.heads):
+                    at = head * a.value_head + row * a.value_row
+                    offset = a.heads * a.key_size + head * a.value_size
+                    if a.tiled:
+                        put_value(a.value + 2 * at, a.value_size, a.pool, slot, a.width, offset)
+                    else:
+                        convert(a.value, at, a.kind, a.pool, slot * a.width + offset, a.pool_kind, a.value_size)

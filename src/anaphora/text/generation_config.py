@@ -1,0 +1,70 @@
+"""Default sampling parameters and end tokens of a model, as vLLM's ``--generation-config`` has them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from anaphora.errors import ConfigError, InvalidRequest
+from anaphora.text.tokenizer import read_object
+from anaphora.types.sampling import SamplingParams
+
+_NAMES = {
+    "temperature": "temperature",
+    "top_p": "top_p",
+    "top_k": "top_k",
+    "min_p": "min_p",
+    "repetition_penalty": "repetition_penalty",
+    "max_new_tokens": "max_tokens",
+}
+"""Names in generation_config.json to names of SamplingParams."""
+
+
+class EndTokens(Protocol):
+    """What is needed of a tokenizer."""
+
+    eos_token_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class GenerationDefaults:
+    """``sampling`` holds SamplingParams fields that a request may leave out; ``eos_token_ids`` end an answer."""
+
+    sampling: dict[str, Any]
+    eos_token_ids: tuple[int, ...]
+
+
+def load_defaults(folder: Path, generation_config: str, tokenizer: EndTokens) -> GenerationDefaults:
+    """Read the defaults of the model in ``folder``.
+
+    ``generation_config``: ``auto`` takes sampling parameters from the model's generation_config.json, ``vllm`` takes
+    none, anything else is a folder (or file) to read instead. The end tokens are in every case the union of what
+    generation_config.json, config.json and the tokenizer name. Raises ConfigError for a bad file or value.
+    """
+    own = folder / "generation_config.json"
+    chosen: dict[str, Any] = read_object(own) if own.is_file() else {}
+    named: dict[str, Any] = chosen
+    if generation_config == "vllm":
+        chosen = {}
+    elif generation_config != "auto":
+        path = Path(generation_config).expanduser()
+        path = path / "generation_config.json" if path.is_dir() else path
+        if not path.is_file():
+            raise ConfigError(f"--generation-config: there is no {path}; use auto, vllm, or a folder that holds one")
+        chosen = named = read_object(path)
+    sampling = {ours: chosen[theirs] for theirs, ours in _NAMES.items() if chosen.get(theirs) is not None}
+    try:
+        SamplingParams(**sampling)
+    except InvalidRequest as error:
+        raise ConfigError(f"the generation config's defaults cannot be used: {error.message}") from error
+    config = read_object(folder / "config.json") if (folder / "config.json").is_file() else {}
+    text_config = config.get("text_config")
+    entries = [named, config, text_config if isinstance(text_config, dict) else {}]
+    ids = [token_id for entry in entries for token_id in _ids(entry.get("eos_token_id"))]
+    return GenerationDefaults(sampling, tuple(dict.fromkeys([*ids, *tokenizer.eos_token_ids])))
+
+
+def _ids(entry: Any) -> list[int]:
+    listed = entry if isinstance(entry, list) else [entry]
+    return [token_id for token_id in listed if isinstance(token_id, int) and not isinstance(token_id, bool)]

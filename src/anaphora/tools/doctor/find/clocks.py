@@ -1,0 +1,87 @@
+"""Dates and times of day as people and programs write them, in many languages."""
+
+from __future__ import annotations
+
+import re
+from importlib import resources
+
+_MONTHS, _WEEKDAYS = (
+    (resources.files("anaphora.tools.doctor.find") / f"{name}.txt").read_text(encoding="utf-8").split()
+    for name in ("months", "weekdays")
+)
+
+
+def _any(words: list[str]) -> str:
+    return "(?:" + "|".join(sorted({re.escape(word) for word in words}, key=len, reverse=True)) + ")"
+
+
+_MONTH = rf"{_any(_MONTHS)}(?!\w)\.?"
+_DAY_NAME = (
+    rf"(?:\b{_any(_WEEKDAYS)}(?!\w)\.?"
+    r"|(?:星期|礼拜|禮拜|[周週])[一二三四五六日天]|[月火水木金土日]曜日?|[월화수목금토일]요일)"
+)
+_WEEKDAY = rf"(?:{_DAY_NAME},?\s+)?"
+_ZONE = r"(?:\s?(?:Z\b|UTC|GMT|[A-Z]{2,4}T\b|MEZ|MESZ|МСК)(?:[+-]\d{1,2}(?::?\d\d)?)?|\s?[+-]\d\d:?\d\d\b)?"
+_HALF = r"(?:\s?(?:AM\b|PM\b|A\.\s?M\.|P\.\s?M\.))"
+_CJK_HALF = r"(?:(?:上午|下午|中午|凌晨|早上|晚上|오전|오후|午前|午後)\s?)?"
+_CJK = r"(?:\d{1,4}|[〇零一二三四五六七八九十]{1,4})"
+_DATE = "|".join(
+    (
+        r"(?<!\d)\d{4}(?P<s>[-/._])\d{1,2}(?P=s)\d{1,2}(?!\d)",
+        r"(?<!\d)\d{1,2}\.\s?(?:0?[1-9]|1[0-2]|[٠-٩]{1,2})\.\s?(?:\d{4}|\d\d)(?!\d)",
+        r"(?<!\d)\d{1,2}(?P<t>[/-])\d{1,2}(?P=t)(?:\d{4}|\d\d)(?!\d)",
+        rf"(?<!\d)\d{{1,2}}(?:st|nd|rd|th|er|\.|º|ª)?[\s/-](?:of\s|de\s|do\s)?{_MONTH}(?:[\s,/-]*(?:de\s|del\s)?\d{{4}}(?:\sг\.)?)?",
+        rf"\b{_MONTH}\s\d{{1,2}}(?:st|nd|rd|th)?(?![\d:])(?:,?\s?\d{{4}}\b)?",
+        rf"\b{_MONTH}\s\d{{4}}",
+        rf"(?:令和|平成|民國|民国)?\s?{_CJK}\s?[年년]\s?{_CJK}\s?[月월]\s?{_CJK}\s?[日일号號]?",
+        r"(?<!\d)(?:19|20)\d\d(?:0[1-9]|1[0-2])(?:0[1-9]|[12]\d|3[01])(?!\d)",
+        r"\b\d{4}-W\d\d(?:-\d)?\b",
+    )
+)
+_TIME = "|".join(
+    (
+        rf"{_CJK_HALF}(?<!\d)\d{{1,2}}[:：]\d\d(?:[:：]\d\d(?:[.,]\d+)?)?{_HALF}?{_ZONE}(?:\s?(?:Uhr|heures|hrs|h)\b)?",
+        r"(?<!\d)\d{1,2}\s?(?:h|heures?)\s?\d\d(?:\s?(?:m|min|mn|')?\s?\d\d\s?s?)?\b(?:\s?m(?:in)?\b)?",
+        rf"{_CJK_HALF}{_CJK}\s?[时時點点시]\s?(?:{_CJK}\s?[分분](?:\s?{_CJK}\s?[秒초])?)?",
+        rf"(?<!\d)\d{{1,2}}(?:\.\d\d){{0,2}}(?:{_HALF}|\s?Uhr\b|\s?o'clock)",
+        r"(?<=\dT)\d{6}(?:\.\d+)?Z?|(?<=\d[_-])\d{6}(?!\d)",
+        r"(?<=\d\s)\d{1,2}\.\d\d(?:\.\d\d)?\b",
+    )
+)
+_EPOCH = r"(?<![\d.])1[5-8]\d{8}(?:\d{3}|\d{6}|\d{9}|\.\d+)?(?![\d])"
+_COMPACT_DATE = r"(?<!\d)(?:19|20)\d\d(?:0[1-9]|1[0-2])(?:0[1-9]|[12]\d|3[01])"
+_COMPACT = rf"{_COMPACT_DATE}[T_ -]?(?:[01]\d|2[0-3])[0-5]\d(?:[0-5]\d)?(?:\.\d+)?Z?(?!\d)"
+_BETWEEN = (
+    r"(?:T|\s*[,;:@|·_-]?\s*(?:at|um|à|a las|alle|às|om|kl\.?|o|в|klo|saat|il est)?\s*"
+    rf"|\s*\([^)\n]{{1,20}}\)\s*|\s*{_DAY_NAME}\s*)"
+)
+
+DATE = re.compile(_WEEKDAY + f"(?:{_DATE})", re.IGNORECASE)
+TIME = re.compile(f"(?:{_DAY_NAME},?\\s)?(?:{_TIME})", re.IGNORECASE)
+EPOCH = re.compile(_EPOCH)
+DAY_NAME = re.compile(rf"{_DAY_NAME}|\b{_MONTH}", re.IGNORECASE)
+_renamed = _DATE.replace("?P<s>", "?P<u>").replace("?P=s", "?P=u").replace("?P<t>", "?P<v>").replace("?P=t", "?P=v")
+DATETIME = re.compile(
+    rf"{_WEEKDAY}(?:{_DATE}){_BETWEEN}(?:{_TIME})(?:\s(?:19|20)\d\d\b)?"
+    rf"|(?:{_TIME}){_BETWEEN}{_WEEKDAY}(?:{_renamed})|{_COMPACT}",
+    re.IGNORECASE,
+)
+NOW = re.compile(
+    r"\b(?:current|currently|now|today|today's|present|as of|date|time|datetime|timestamp|clock|generated|updated"
+    r"|heute|jetzt|aktuell\w*|datum|uhrzeit|stand|aujourd'hui|actuel\w*|heure|hoy|ahora|fecha|hora|actual|oggi|adesso"
+    r"|data|ora|hoje|agora|vandaag|nu|tijd|dziś|dzisiaj|teraz|czas|сегодня|сейчас|время|дата|bugün|tarih|saat|idag)\b"
+    r"|现在|今天|当前|時間|时间|日期|今日|現在|日時|오늘|현재|시간|날짜",
+    re.IGNORECASE,
+)
+"""Words that say that a date or time is the present one."""
+
+
+def matches(text: str) -> list[tuple[int, int, str]]:
+    """Every date and time in a text as (start, end, ``clock_time`` or ``date``), in order, not overlapping."""
+    found: list[tuple[int, int, str]] = []
+    for pattern, kind in ((DATETIME, "clock_time"), (DATE, "date"), (TIME, "clock_time"), (EPOCH, "clock_time")):
+        for match in pattern.finditer(text):
+            start, end = match.span()
+            if all(end <= s or start >= e for s, e, _ in found):
+                found.append((start, end, kind))
+    return sorted(found)

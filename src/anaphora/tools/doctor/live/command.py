@@ -1,0 +1,41 @@
+"""The doctor for a running server, from its options to its exit code."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+from anaphora.tools.doctor.live import terminal
+from anaphora.tools.doctor.live.figures import figures
+from anaphora.tools.doctor.live.next_steps import advise, judged
+from anaphora.tools.doctor.live.sampling import observe
+from anaphora.tools.doctor.options import DoctorOptions
+from anaphora.tools.doctor.show.console import LogConsole
+
+
+def examine(options: DoctorOptions) -> tuple[dict[str, Any], int]:
+    """Watch a server and print what there is to say; the figures, and the exit code.
+
+    1 where the hit rate is below ``min_hit_rate`` or not known, 2 where the server went away while it was watched.
+    """
+    assert options.log is not None
+    with Progress(
+        TextColumn("watching"), BarColumn(), TimeRemainingColumn(), console=Console(stderr=True), transient=True
+    ) as progress:
+        task = progress.add_task("watching", total=options.sample)
+        seen = observe(options.log, options.api_key, options.sample, lambda done: progress.update(task, completed=done))
+    data = figures(seen)
+    data["advice"] = advise(data)
+    console = LogConsole()
+    terminal.show(data, console)
+    low = options.min_hit_rate is not None and not _reaches(data, options.min_hit_rate, console)
+    return data, 2 if seen.unreachable else 1 if low else 0
+
+
+def _reaches(data: dict[str, Any], wanted: float, console: Console) -> bool:
+    rate = judged(data)["hit_rate"]
+    if rate is None:
+        console.print(f"\nthe hit rate is unknown, so it is not shown to reach {wanted:.1%}", style="red")
+    return rate is not None and rate >= wanted

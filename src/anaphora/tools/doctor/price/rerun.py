@@ -1,0 +1,73 @@
+"""The log run through a cache, as it is and as it would be with repairs."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from anaphora.cache.hashing import TOKEN_BYTES
+from anaphora.tools.doctor.find.findings import Stage
+from anaphora.tools.doctor.read.load import Log
+from anaphora.tools.shared.simulate import LIMITED_BLOCK, Found, LimitedCache, UnlimitedCache
+
+
+@dataclass(slots=True)
+class Outcome:
+    """``tokens`` and ``cached`` have one number a request; ``found`` the matches where they were asked for."""
+
+    tokens: array[int] = field(default_factory=lambda: array("q"))
+    cached: array[int] = field(default_factory=lambda: array("q"))
+    found: list[Found] = field(default_factory=list)
+
+    @property
+    def total(self) -> int:
+        return sum(self.tokens)
+
+    @property
+    def hits(self) -> int:
+        return sum(self.cached)
+
+    @property
+    def computed(self) -> int:
+        return self.total - self.hits
+
+    @property
+    def hit_rate(self) -> float:
+        return self.hits / self.total if self.total else 0.0
+
+
+def run(log: Log, stages: Sequence[Stage] = (), *, block_size: int = 1, keep: bool = False) -> Outcome:
+    """All requests through an unlimited cache that reuses whole blocks of ``block_size`` tokens."""
+    for stage in stages:
+        stage.reset()
+    cache, outcome = UnlimitedCache(), Outcome()
+    for prompt in log.prompts:
+        runs = prompt.runs
+        for stage in stages:
+            runs = stage.apply(prompt, runs)
+        pieces = prompt.pieces if runs is prompt.runs else log.store.join(text for _, text in runs)
+        packed = log.store.packed(pieces)
+        answer = b"" if prompt.answer is None else log.store.packed(log.store.pieces(prompt.answer))
+        found = cache.look(packed, prompt.number, prompt.root, answer)
+        length = len(packed) // TOKEN_BYTES
+        outcome.tokens.append(length)
+        usable = min(found.tokens, max(0, length - 1))
+        outcome.cached.append(usable - usable % block_size)
+        if keep:
+            outcome.found.append(found)
+    return outcome
+
+
+def run_limited(log: Log, capacity: int, block_size: int) -> Outcome:
+    """The log as it is through a cache of ``capacity`` tokens with the engine's own eviction.
+
+    Whole blocks of ``block_size`` tokens are reused; with 1 a cache of LIMITED_BLOCK that is exact to the token.
+    """
+    cache, outcome = LimitedCache(capacity, block_size if block_size > 1 else LIMITED_BLOCK), Outcome()
+    for prompt in log.prompts:
+        packed = log.store.packed(prompt.pieces)
+        outcome.tokens.append(len(packed) // TOKEN_BYTES)
+        found = cache.look(packed, prompt.number, prompt.root)
+        outcome.cached.append(found - found % block_size)
+    return outcome

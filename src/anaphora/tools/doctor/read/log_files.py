@@ -1,0 +1,122 @@
+"""Logs of many kinds, mixed if need be, to requests: line by line, so that a log may be larger than memory."""
+
+from __future__ import annotations
+
+import gzip
+import re
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import IO, Any, cast
+
+import msgspec
+
+from anaphora.errors import ConfigError
+from anaphora.tools.doctor.read.bodies import Logged, NotARequest, requests_of
+from anaphora.tools.doctor.read.vllm_log import VllmLog
+
+_NOTHING = object()
+_ADDRESS = re.compile(r"[\w.-]+:\d+")
+_GZIP = b"\x1f\x8b"
+
+BadLine = Callable[[int, str], None]
+
+
+def read(path: str, bad: BadLine, seen: Callable[[int], None] = lambda _: None) -> Iterator[Logged]:
+    """The requests of a log in order; ``-`` is standard input.
+
+    ``bad`` gets the number of each line that holds no request, and why; ``seen`` the bytes read so far. Raises
+    ConfigError where the file cannot be read.
+    """
+    try:
+        with _open(path) as lines:
+            yield from _requests(lines, Path(path).suffix in (".txt", ".prompts"), bad, seen)
+    except (OSError, EOFError) as error:
+        hint = f"; a running server is named http://{path}" if _ADDRESS.fullmatch(path) else ""
+        raise ConfigError(f"cannot read the log {path}: {getattr(error, 'strerror', None) or error}{hint}") from None
+
+
+def _open(path: str) -> IO[bytes]:
+    if path == "-":
+        stdin = sys.stdin.buffer
+        packed = hasattr(stdin, "peek") and stdin.peek(2)[:2] == _GZIP
+        return cast(IO[bytes], gzip.GzipFile(fileobj=stdin)) if packed else stdin
+    with open(path, "rb") as file:
+        packed = file.read(2) == _GZIP
+    return cast(IO[bytes], gzip.open(path)) if packed else open(path, "rb")
+
+
+def _requests(lines: IO[bytes], plain: bool, bad: BadLine, seen: Callable[[int], None]) -> Iterator[Logged]:
+    decoder, log = msgspec.json.Decoder(), VllmLog()
+    done, number, first = 0, 0, True
+    for number, line in enumerate(lines, 1):
+        done += len(line)
+        seen(done)
+        line = line.strip()
+        if number == 1:
+            line = line.removeprefix(b"\xef\xbb\xbf")
+        if not line:
+            continue
+        try:
+            value = _value(line, decoder, log, plain)
+        except ValueError as error:
+            if first and line[:1] in b"{[":
+                yield from _document(line + b"\n" + lines.read(), number, log, bad)
+                return
+            bad(number, str(error))
+            continue
+        first = False
+        if value is not _NOTHING:
+            yield from _checked(value, number, bad)
+
+
+def _value(line: bytes, decoder: msgspec.json.Decoder[Any], log: VllmLog, plain: bool) -> Any:
+    """What one line holds, _NOTHING for a server's line about something else. ValueError says why it is of no use."""
+    if plain:
+        return {"prompt": line.decode("utf-8", "replace")}
+    try:
+        value = decoder.decode(line)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        if line[:1] in b"{[":
+            raise ValueError(f"no JSON: {error}") from None
+        return log.read(line.decode("utf-8", "replace")) or _NOTHING
+    except RecursionError:
+        raise ValueError("its JSON is nested too deeply") from None
+    if isinstance(value, dict) and (text := log.unwrap(value)) is not None:
+        return log.read(text) or _NOTHING
+    return {"prompt": value} if isinstance(value, str) else value
+
+
+def _checked(value: Any, number: int, bad: BadLine) -> Iterator[Logged]:
+    try:
+        yield from requests_of(value, number)
+    except NotARequest as error:
+        bad(number, str(error))
+    except RecursionError:
+        bad(number, "it is nested too deeply")
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        # Of all the forms of logs no field is sure to hold what it should; one line is lost by that, not the log.
+        bad(number, f"a field does not hold what belongs there: {error}"[:300])
+
+
+def _document(text: bytes, number: int, log: VllmLog, bad: BadLine) -> Iterator[Logged]:
+    """A file that is one JSON value over several lines: an array of requests, a trace, or one request."""
+    decoder = msgspec.json.Decoder()
+    try:
+        value = decoder.decode(text)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        # Not one value: one bad line among others, then.
+        _first, _, rest = text.partition(b"\n")
+        bad(number, f"no JSON: {error}")
+        for offset, line in enumerate(rest.split(b"\n"), 1):
+            if line.strip():
+                try:
+                    value = _value(line.strip(), decoder, log, False)
+                except ValueError as reason:
+                    bad(number + offset, str(reason))
+                    continue
+                if value is not _NOTHING:
+                    yield from _checked(value, number + offset, bad)
+        return
+    for item in value if isinstance(value, list) else [value]:
+        yield from _checked(item, number, bad)

@@ -1,0 +1,175 @@
+"""Texts and their tokens, each kept once.
+
+A log repeats itself: a conversation's bodies hold its history over and over. So a text is cut into *pieces* at places
+where no token can cross (around special tokens, between lines), every piece is tokenised once,
+and a prompt is an array of piece numbers. Memory grows with what is new in a log, not with its length.
+"""
+
+from __future__ import annotations
+
+import re
+from array import array
+from collections.abc import Iterable, Sequence
+from hashlib import blake2b
+
+from anaphora.cache.hashing import TOKEN_BYTES, pack
+from anaphora.text.tokenizer import Tokenizer
+from anaphora.tools.doctor.read.logged_answers import Answer
+
+_STARTS = r"[A-Za-zÀ-ÖØ-öø-ɏͰ-ϿЀ-ӿ\u3041-\u30fa\u4e00-\u9fff\uac00-\ud7a3]|[#*<{\-|>\[(\"]"
+"""What a line begins with where it may be cut; digits are taken out first by some tokenizers."""
+_START = re.compile(_STARTS)
+_AFTER_BREAK = rf"(?<=\n)(?={_STARTS})"
+"""GPT-2's rules part a line's last break from the breaks before it, Llama 3's and Qwen's keep them together."""
+_PROBE = (
+    "a\nb\n\nc\n\n\nd\n\n1. e\n 2\n\n  f.\n\n- g\n\n* h:\n\n{i}\n#j \n \nk\n\t\tl\r\n\r\nm\n\n"
+    '\u4e00\n\n\u00e9\n"n"\n(o)\n|p|\n'
+    "[q] \n<r>,\n> s's\n't\n\n\u00b2 U\nV\n\nW"
+)
+
+
+class Store:
+    """Interns texts. ``check`` chooses how finely texts are cut: as fine as the tokenizer gives the same ids."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._specials = sorted((tokenizer.token_text(i) for i in tokenizer.special_ids), key=len, reverse=True)
+        self._specials = [text for text in self._specials if text]
+        self._special_set = frozenset(self._specials)
+        self._cutters = self._make_cutters()
+        self._cut: re.Pattern[str] | None = self._cutters[0]
+        self.check(_PROBE)
+        self._piece_ids: dict[str, int] = {}
+        self.piece_texts: list[str] = []
+        self.piece_tokens: list[bytes] = []
+        self._texts: dict[bytes, int] = {}
+        self._pieces: list[array[int]] = []
+        self._pairs: dict[tuple[int, int], array[int] | None] = {}
+        self._sealed: set[int] = set()
+
+    def _make_cutters(self) -> list[re.Pattern[str] | None]:
+        marks = "|".join(re.escape(text) for text in self._specials)
+        around = f"({marks})" if marks else None
+        # What stands before a special token is tokenised without it.
+        before = rf"(?=\n(?!{marks})(?:{_STARTS}))" if marks else rf"(?=\n(?:{_STARTS}))"
+        finest = [re.compile(f"{around}|{cut}" if around else cut) for cut in (before, _AFTER_BREAK)]
+        return [*finest, *([re.compile(around)] if around else []), None]
+
+    def check(self, text: str) -> None:
+        """Coarsen the cutting until ``text`` has the ids that the tokenizer gives to it as a whole.
+
+        To be called with whole prompts before any text is interned.
+        """
+        whole = pack(self._tokenizer.encode(text, add_special_tokens=False))
+        while self._cut is not None:
+            parts = [self._tokenizer.encode(part, add_special_tokens=False) for part in self._split(text)]
+            if b"".join(pack(part) for part in parts) == whole:
+                return
+            self._cut = self._cutters[self._cutters.index(self._cut) + 1]
+
+    def _split(self, text: str) -> list[str]:
+        if self._cut is None:
+            return [text]
+        return [part for part in self._cut.split(text) if part]
+
+    # --- texts ---------------------------------------------------------------------------------------------------
+
+    def intern(self, text: str) -> int:
+        """The number of a text; equal texts have equal numbers."""
+        key = blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).digest()
+        known = self._texts.get(key)
+        if known is None:
+            known = self._texts[key] = len(self._pieces)
+            self._pieces.append(array("I", [self._piece(part) for part in self._split(text)]))
+        return known
+
+    def _piece(self, text: str) -> int:
+        known = self._piece_ids.get(text)
+        if known is None:
+            known = self._piece_ids[text] = len(self.piece_texts)
+            self.piece_texts.append(text)
+            clean = text.encode("utf-8", "replace").decode()
+            self.piece_tokens.append(pack(self._tokenizer.encode(clean, add_special_tokens=False)))
+        return known
+
+    def intern_answer(self, answer: Answer) -> int:
+        """The number of a generated text, whose tokens stay as they were generated whatever stands beside it."""
+        ids = self._generated(answer)
+        key = blake2b(b"answer\0" + ids + answer.text.encode("utf-8", "surrogatepass"), digest_size=16).digest()
+        known = self._texts.get(key)
+        if known is None:
+            known = self._texts[key] = len(self._pieces)
+            self._sealed.add(len(self.piece_texts))
+            self._pieces.append(array("I", [len(self.piece_texts)]))
+            self.piece_texts.append(answer.text)
+            self.piece_tokens.append(ids)
+        return known
+
+    def _generated(self, answer: Answer) -> bytes:
+        """The ids as logged, or those of the logged tokens' texts; else those of the text as a whole."""
+        if answer.token_ids and self._reads(answer.token_ids).strip() == answer.text.strip():
+            return pack(answer.token_ids)
+        if answer.parts and "".join(answer.parts) == answer.text:
+            parts = [self._tokenizer.encode(part, add_special_tokens=False) for part in answer.parts]
+            if all(len(ids) == 1 for ids in parts):
+                return pack([ids[0] for ids in parts])
+        clean = answer.text.encode("utf-8", "replace").decode()
+        return pack(self._tokenizer.encode(clean, add_special_tokens=False))
+
+    def _reads(self, ids: Sequence[int]) -> str:
+        try:
+            return self._tokenizer.decode(ids)
+        except (IndexError, KeyError, OverflowError):
+            return ""  # ids of another vocabulary
+
+    def text(self, number: int) -> str:
+        return "".join(map(self.piece_texts.__getitem__, self._pieces[number]))
+
+    def pieces(self, number: int) -> array[int]:
+        return self._pieces[number]
+
+    def tokens_of_text(self, number: int) -> int:
+        return sum(map(len, map(self.piece_tokens.__getitem__, self._pieces[number]))) // TOKEN_BYTES
+
+    # --- prompts -------------------------------------------------------------------------------------------------
+
+    def join(self, texts: Iterable[int]) -> array[int]:
+        """The pieces of several texts one behind the other, as if they were one text."""
+        joined: array[int] = array("I")
+        for number in texts:
+            pieces = self._pieces[number]
+            if not pieces:
+                continue
+            if joined and (merged := self._merged(joined[-1], pieces[0])) is not None:
+                joined.pop()
+                joined.extend(merged)
+                joined.extend(pieces[1:])
+            else:
+                joined.extend(pieces)
+        return joined
+
+    def _merged(self, left: int, right: int) -> array[int] | None:
+        """The pieces of two neighbours' common text; None where the cutting parts them."""
+        pair = left, right
+        if pair not in self._pairs:
+            parted = self._boundary(left, right)
+            text = self.piece_texts[left] + self.piece_texts[right]
+            self._pairs[pair] = None if parted else self._pieces[self.intern(text)]
+        return self._pairs[pair]
+
+    def _boundary(self, left: int, right: int) -> bool:
+        """Whether the cutting would part these two neighbours."""
+        if left in self._sealed or right in self._sealed:
+            return True
+        if self._cut is None:
+            return False
+        a, b = self.piece_texts[left], self.piece_texts[right]
+        if a in self._special_set or b in self._special_set:
+            return True
+        if self._cut is self._cutters[0]:
+            return b[0] == "\n" and _START.match(b, 1) is not None
+        return self._cut is self._cutters[1] and a.endswith("\n") and _START.match(b) is not None
+
+    def packed(self, pieces: Sequence[int]) -> bytes:
+        """The tokens of a prompt, packed as the cache takes them."""
+        return b"".join(map(self.piece_tokens.__getitem__, pieces))

@@ -1,0 +1,140 @@
+"""What an answer says on its way past: its usage, when its first token came, how it ended."""
+
+from __future__ import annotations
+
+import time
+import zlib
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from anaphora.tools.record.http1 import Head
+
+KEPT_BYTES = 32 * 2**20
+"""Of a body; a larger one passes without being read."""
+
+
+@dataclass(slots=True)
+class Told:
+    """``usage`` joins all usage objects of an answer, later values over earlier ones; ``timings`` are llama.cpp's."""
+
+    id: str = ""
+    model: str = ""
+    finish: str = ""
+    error: str = ""
+    usage: dict[str, Any] = field(default_factory=dict)
+    timings: dict[str, Any] = field(default_factory=dict)
+
+    def take(self, message: Any) -> None:
+        """Read one JSON document of an answer: all of it, or one event of a stream."""
+        if not isinstance(message, dict):
+            return
+        inner = [value for key in ("message", "response") if isinstance(value := message.get(key), dict)]
+        for place in (message, *inner):
+            self.id = self.id or _text(place.get("id"))
+            self.model = self.model or _text(place.get("model"))
+            for key in ("usage", "meta_info"):
+                if isinstance(found := place.get(key), dict):
+                    self.usage |= {name: value for name, value in found.items() if value is not None}
+            self.finish = _text(place.get("stop_reason")) or self.finish
+        if isinstance(timings := message.get("timings"), dict):
+            self.timings |= timings
+        if isinstance(delta := message.get("delta"), dict):
+            self.finish = _text(delta.get("stop_reason")) or self.finish
+        for choice in _objects(message.get("choices")):
+            self.finish = _text(choice.get("finish_reason")) or self.finish
+        error = message.get("error") or (message if message.get("object") == "error" else message.get("detail"))
+        if error:
+            said = error.get("message") if isinstance(error, dict) else error
+            self.error = str(said or error)[:300]
+
+
+def has_token(event: Any) -> bool:
+    """Whether a stream's event carries content, in the form of any of the known APIs."""
+    if not isinstance(event, dict):
+        return False
+    kind = event.get("type")
+    if isinstance(kind, str):
+        return kind == "content_block_delta" or (kind.startswith("response.") and kind.endswith(".delta"))
+    if event.get("content") or event.get("text"):
+        return True
+    for choice in _objects(event.get("choices")):
+        delta = choice.get("delta")
+        named = ("content", "reasoning_content", "reasoning", "tool_calls", "refusal")
+        if choice.get("text") or (isinstance(delta, dict) and any(delta.get(name) for name in named)):
+            return True
+    return False
+
+
+class Answer:
+    """Reads the body of one answer as it passes: events at once, another body when it is asked to."""
+
+    def __init__(self, head: Head) -> None:
+        self.told = Told()
+        self.first_token: float | None = None
+        kind = head.get(b"content-type").lower()
+        self.streamed = kind.startswith(b"text/event-stream")
+        self._json = b"json" in kind
+        encoding = head.get(b"content-encoding").lower()
+        self.readable = encoding in (b"", b"identity", b"gzip", b"deflate")
+        self._inflate = zlib.decompressobj(zlib.MAX_WBITS | 32) if encoding in (b"gzip", b"deflate") else None
+        self._kept = bytearray()
+
+    def feed(self, data: bytes) -> None:
+        if not (self.readable and (self.streamed or self._json)):
+            return
+        try:
+            data = self._inflate.decompress(data, KEPT_BYTES) if self._inflate else data
+        except zlib.error:
+            self._give_up()
+            return
+        self._kept += data
+        if self.streamed and b"\n" in data:
+            self._events()
+        if len(self._kept) > KEPT_BYTES:
+            self._give_up()
+
+    @property
+    def size(self) -> int:
+        return len(self._kept)
+
+    def finish(self) -> Told:
+        """Read what is left, which may take long."""
+        if self.streamed:
+            self._kept += b"\n"
+            self._events()
+        elif self._kept:
+            self._take(bytes(self._kept))
+        return self.told
+
+    def _events(self) -> None:
+        *lines, rest = self._kept.split(b"\n")
+        if not lines:
+            return
+        self._kept = bytearray(rest)
+        for line in lines:
+            if line.startswith(b"data:"):
+                event = self._take(bytes(line[5:]))
+                if self.first_token is None and has_token(event):
+                    self.first_token = time.monotonic()
+
+    def _take(self, data: bytes) -> Any:
+        try:
+            value = msgspec.json.decode(data)
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+            return None
+        self.told.take(value)
+        return value
+
+    def _give_up(self) -> None:
+        self.readable = False
+        self._kept.clear()
+
+
+def _text(value: Any) -> str:
+    return value if isinstance(value, str) else ""
+
+
+def _objects(value: Any) -> list[dict[str, Any]]:
+    return [item for item in value if isinstance(item, dict)] if isinstance(value, list) else []

@@ -1,0 +1,90 @@
+"""Linear layers with packed weights against float64, for every number of rows."""
+
+from __future__ import annotations
+
+import hashlib
+import mmap
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from anaphora.kernels.cpu import amx, attention_generic, decoder_amx, gemm_amx
+from anaphora.model.fuse.packed_linear import OneDnnLinear, TiledLinear, linear, packs
+
+SIZES = {"usual": (96, 64), "one pair of tiles": (32, 32), "many outputs": (64, 480), "an odd pair": (160, 96)}
+FITTING = pytest.mark.skipif(not amx.AMX, reason="this processor has no tile registers")
+
+
+def random(size: int, outputs: int) -> tuple[Tensor, Tensor]:
+    torch.manual_seed(size + outputs)
+    return torch.randn(outputs, size).bfloat16() / size**0.5, torch.randn(outputs).bfloat16()
+
+
+@pytest.mark.parametrize("kind", [pytest.param(TiledLinear, marks=FITTING), OneDnnLinear])
+@pytest.mark.parametrize("activates", [False, True])
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize(("size", "outputs"), SIZES.values(), ids=SIZES)
+def test_every_number_of_rows(size: int, outputs: int, biased: bool, activates: bool, kind: type) -> None:
+    weight, bias = random(size, outputs)
+    if not packs(weight):
+        pytest.skip("this processor multiplies no bfloat16")
+    layer = kind(weight, bias if biased else None, activates)
+    for rows in (1, 2, 15, 16, 17, 31, 32, 33, 127, 128, 129, 300):
+        x = torch.randn(1, rows, size).bfloat16()
+        expected = functional.linear(x.double(), weight.double(), bias.double() if biased else None)
+        expected = functional.silu(expected) if activates else expected
+        found = layer(x)
+        assert found.shape == expected.shape
+        assert float((found - expected).abs().max()) < 2**-7 * float(expected.abs().max()), rows
+
+
+@FITTING
+def test_a_row_does_not_depend_on_the_rows_beside_it() -> None:
+    layer = linear(*random(96, 64))
+    x = torch.randn(200, 96).bfloat16()
+    together = layer(x)
+    for row in (0, 15, 16, 131, 199):
+        assert torch.equal(layer(x[row : row + 1])[0], together[row])
+
+
+@FITTING
+def test_nothing_behind_the_last_row_is_read() -> None:
+    """The rows end where their memory does: what reads on ends the process."""
+    layer, rows, size = linear(*random(64, 480)), 5, 64
+    whole = mmap.mmap(-1, mmap.PAGESIZE)
+    x = torch.frombuffer(whole, dtype=torch.bfloat16)[-rows * size :].view(rows, size)
+    x.copy_(torch.randn(rows, size))
+    assert torch.equal(layer(x), layer(x.clone()))
+
+
+@FITTING
+def test_two_threads_do_not_share_their_scratch() -> None:
+    """Each of two models may have a thread of its own."""
+    layers = [linear(*random(96, 480)), linear(*random(160, 96))]
+    inputs = [torch.randn(33, size).bfloat16() for size in (96, 160)]
+    expected = [layer(x) for layer, x in zip(layers, inputs, strict=True)]
+
+    def same(which: int) -> bool:
+        return all(torch.equal(layers[which](inputs[which]), expected[which]) for _ in range(300))
+
+    with ThreadPoolExecutor(2) as threads:
+        assert all(threads.map(same, (0, 1)))
+
+
+def test_sizes_that_fill_no_tile_go_to_onednn() -> None:
+    weight, bias = random(40, 64)
+    if packs(weight):
+        assert isinstance(linear(weight, bias), OneDnnLinear)
+
+
+def test_a_kernel_is_kept_under_the_hash_of_all_its_sources() -> None:
+    """numba looks at the file of the function alone: after a change of another it would run what it compiled before."""
+    found = hashlib.sha256()
+    for path in sorted(Path(gemm_amx.__file__).parent.glob("*.py")):
+        found.update(path.read_bytes())
+    for kernel in (attention_generic.attend, attention_generic.write_rows, decoder_amx.decode, gemm_amx.project):
+        assert kernel._pyfunc.__qualname__.endswith(found.hexdigest()[:12])

@@ -1,0 +1,71 @@
+"""What conversations that begin with the same messages share, to the token."""
+
+from __future__ import annotations
+
+import itertools
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from anaphora.errors import InvalidRequest
+from anaphora.server.api.prompts import beginning, chat_prompt
+from anaphora.server.api.protocol import ChatRequest
+from anaphora.text.chat_template import ChatTemplate
+from anaphora.tools.doctor.read.load import load_model
+
+DATA = Path(__file__).resolve().parents[4] / "shared" / "data" / "chat-templates"
+TOKENIZER = load_model(None, None).tokenizer
+SYSTEM: dict[str, Any] = {"role": "system", "content": "You are kind. Be brief"}
+EXAMPLE: list[dict[str, Any]] = [SYSTEM, {"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}]
+TOOL: dict[str, Any] = {"type": "function", "function": {"name": "f", "description": "d", "parameters": {}}}
+
+
+def common(one: tuple[int, ...], other: tuple[int, ...]) -> list[int]:
+    return [a for a, _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False))]
+
+
+def templates() -> dict[str, str]:
+    ours = files("anaphora.text").joinpath("templates/chatml.jinja").read_text(encoding="utf-8")
+    return {"chatml": ours} | {path.stem: path.read_text("utf-8") for path in sorted(DATA.glob("*.jinja"))}
+
+
+@pytest.mark.parametrize("name", templates())
+@pytest.mark.parametrize("tools", [None, [TOOL]], ids=["plain", "tools"])
+@pytest.mark.parametrize("head", [[SYSTEM], EXAMPLE], ids=["system", "example"])
+def test_every_conversation_begins_with_its_beginning(name: str, tools: Any, head: list[dict[str, Any]]) -> None:
+    template = ChatTemplate(templates()[name], {"bos_token": "<s>", "eos_token": "</s>"})
+
+    def ids(text: str) -> tuple[int, ...]:
+        request = ChatRequest(messages=[*head, {"role": "user", "content": text}], tools=tools)
+        return chat_prompt(request, TOKENIZER, template).token_ids
+
+    shared = beginning(ChatRequest(messages=head, tools=tools), TOKENIZER, template, None).token_ids
+    for text in ("hello", "Hello", " lead", "123", "日本", "- a list", "ünser"):
+        assert ids(text)[: len(shared)] == shared
+    for text in ("\n\nlines", "", "!"):  # may grow together with what stands before them
+        assert ids(text)[: len(shared) - 1] == shared[:-1]
+    assert len(common(ids("hello"), ids("Hello"))) <= len(shared) + 2  # nothing that is worth keeping is left out
+    assert SYSTEM["content"] in TOKENIZER.decode(shared, False)
+
+
+@pytest.mark.parametrize(
+    ("messages", "more"),
+    [
+        ([SYSTEM, {"role": "user", "content": "hi"}], {}),
+        ([SYSTEM], {"add_generation_prompt": True}),
+        ([SYSTEM], {"add_generation_prompt": False}),
+        (EXAMPLE, {"add_generation_prompt": False, "continue_final_message": True}),
+    ],
+)
+def test_what_is_said_to_be_the_whole_prompt_is_it(messages: list[dict[str, Any]], more: dict[str, Any]) -> None:
+    template = ChatTemplate(templates()["chatml"], {})
+    request = ChatRequest(messages=messages, **more)
+    assert beginning(request, TOKENIZER, template, None) == chat_prompt(request, TOKENIZER, template)
+
+
+def test_a_template_that_shows_nothing_before_the_user_shares_nothing() -> None:
+    template = ChatTemplate("{{ messages[-1].content }}{{ messages[0].content }}", {})
+    with pytest.raises(InvalidRequest, match="nothing before the user's message"):
+        beginning(ChatRequest(messages=[SYSTEM]), TOKENIZER, template, None)

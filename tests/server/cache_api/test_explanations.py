@@ -1,0 +1,273 @@
+"""What a request is told of its cache lookup, over an engine process with a fake runner. A token is a byte here."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from anaphora.observe.record import read
+from anaphora.server.api.protocol import ChatRequest, parse
+from anaphora.server.cache_api import prompt_positions
+from anaphora.server.cache_api.explanations import HEADER
+from anaphora.server.service import Call
+from anaphora.text.chat_template import ChatTemplate
+from anaphora.types.reports import CacheReport, Eviction, Neighbour
+from tests.support.servers import Bench, Whole, events, scripted, whole
+
+pytestmark = pytest.mark.usefixtures("engine_surroundings")
+
+CHAT, TEXT, EXPLAIN = "/v1/chat/completions", "/v1/completions", "/v1/cache/explain"
+SYSTEM = "You answer politely, in one word, and never guess. "
+TOOL = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object", "properties": {}}}}
+
+
+def encode(server: Whole | Bench, text: str) -> list[int]:
+    return server.service.text.tokenizer.encode(text)
+
+
+@pytest.fixture
+async def server(tmp_path: Path) -> AsyncIterator[Whole]:
+    async with whole(tmp_path / "model", 1000) as server:
+        yield server
+
+
+def chat(system: str, question: str, **fields: Any) -> dict[str, Any]:
+    messages = [{"role": "system", "content": system}, {"role": "user", "content": question}]
+    return {"messages": messages, "max_tokens": 3} | fields
+
+
+async def post(server: Whole | Bench, path: str, body: dict[str, Any]) -> Any:
+    response = await server.client.post(path, json=body)
+    assert response.status_code == 200, response.text
+    return response
+
+
+async def asked(server: Whole, body: dict[str, Any]) -> dict[str, Any]:
+    (told,) = (await post(server, EXPLAIN, body)).json()["cache_explanations"]
+    return told
+
+
+async def test_the_first_other_character_is_named_with_both_texts(server: Whole) -> None:
+    first = (await post(server, CHAT, chat(SYSTEM, "Is it 10:31 now? Say so."))).json()
+    told = await asked(server, chat(SYSTEM, "Is it 10:45 now? Say so."))
+    assert told["reason"] == "diverged"
+    assert told["place"] == {"message": 1, "role": "user", "character": 9}
+    found = told["diverged"]
+    assert first["id"] == found["request_id"]
+    assert found["before"].endswith("user\nIs it 10:")
+    assert found["text"].startswith("45 now?")
+    assert found["other_text"].startswith("31 now?")
+    assert [found["token_id"], found["other_token_id"]] == encode(server, "43")
+    assert not found["retokenised"]
+    assert (
+        told["cached_tokens"]
+        == told["position"]
+        == told["prompt_tokens"] - len("45 now? Say so.") - len("<|im_end|>\n<|im_start|>assistant\n")
+    )
+
+
+async def test_the_answer_the_header_and_the_question_say_the_same(server: Whole) -> None:
+    await post(server, CHAT, chat(SYSTEM, "Who?"))
+    body = chat(SYSTEM, "Where?", explain_cache=True)
+    before = await asked(server, body)
+    answer = await post(server, CHAT, body)
+    (told,) = answer.json()["cache_explanations"]
+    for explained in (before, told):
+        explained["diverged"].pop("seconds_ago")
+        explained.pop("detail")
+    assert told == before
+    assert answer.headers[HEADER] == (
+        f"diverged;cached={told['cached_tokens']};prompt={told['prompt_tokens']};at={told['position']}"
+    )
+    assert answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"] == told["cached_tokens"]
+    again = await post(server, CHAT, chat(SYSTEM, "Where?"))
+    assert again.headers[HEADER].startswith("short;")
+    assert "cache_explanations" not in again.json()
+
+
+@pytest.mark.parametrize("usage", [True, False])
+async def test_a_stream_explains_itself_in_its_head_and_its_last_chunk(server: Whole, usage: bool) -> None:
+    options = {"stream_options": {"include_usage": True}} if usage else {}
+    for path, body in ((CHAT, chat(SYSTEM, "Who?")), (TEXT, {"prompt": "Once upon a time", "max_tokens": 3})):
+        silent = await post(server, path, body | {"stream": True} | options)
+        assert silent.headers[HEADER].startswith("cold;cached=0;")
+        assert not any("cache_explanations" in chunk for chunk in events(silent.text))
+        answer = await post(server, path, body | {"stream": True, "explain_cache": True} | options)
+        assert answer.headers[HEADER].startswith("short;")
+        *chunks, last = events(answer.text)
+        assert not any("cache_explanations" in chunk or "usage" in chunk for chunk in chunks)
+        (told,) = last["cache_explanations"]  # type: ignore[misc]
+        assert (told["reason"], told["place"], last["choices"]) == ("short", None, [])
+        assert ("usage" in last) == usage
+
+
+async def test_several_prompts_are_told_apart(server: Whole) -> None:
+    await post(server, TEXT, {"prompt": "one two three", "max_tokens": 2})
+    body = {"prompt": ["one two four", "something else", "one two three"], "max_tokens": 2, "explain_cache": True}
+    answer = await post(server, TEXT, body)
+    told = answer.json()["cache_explanations"]
+    assert [entry["reason"] for entry in told] == ["diverged", "cold", "short"]
+    assert told[0]["place"] == {"message": 0, "role": "prompt", "character": 8}
+    assert [item.split(";")[0] for item in answer.headers[HEADER].split(", ")] == ["diverged", "cold", "short"]
+    told = (await post(server, EXPLAIN, {"prompt": encode(server, "one two five")})).json()["cache_explanations"]
+    assert (told[0]["position"], told[0]["place"]) == (9, None)
+    assert told[0]["diverged"]["other_text"].startswith("our")
+
+
+async def test_another_salt_is_cold_and_sees_no_text(server: Whole) -> None:
+    secret = "The code of the vault is 4711."
+    await post(server, CHAT, chat(secret, "Who?", cache_salt="owner"))
+    for salt in ({"cache_salt": "thief"}, {}):
+        for guess in (secret, "The code of the vault is "):
+            body = chat(guess, "Who?", explain_cache=True, **salt)
+            told = await asked(server, body)
+            assert (told["reason"], told["cached_tokens"]) == ("cold", 0)
+            assert "diverged" not in told
+            assert "4711" not in json.dumps(told) or guess == secret
+    answer = await post(server, CHAT, chat("The code of the vault is ", "Who?", explain_cache=True))
+    assert answer.headers[HEADER].startswith("cold;cached=0;")
+    assert "4711" not in answer.text
+    page = (await server.client.get("/metrics")).text
+    (count,) = [line for line in page.splitlines() if line.startswith("anaphora:requests_isolated_total")]
+    assert float(count.split()[-1]) == 1
+
+
+async def test_to_ask_generates_nothing_and_counts_nothing(server: Whole) -> None:
+    await post(server, CHAT, chat(SYSTEM, "Who?"))
+    before = server.service.engine.stats
+    for body in (chat(SYSTEM, "Where?", stream=True, n=3), {"prompt": ["a", "b"]}, {"prompt": [1, 2, 3]}):
+        answer = (await post(server, EXPLAIN, body)).json()
+        assert answer["object"] == "cache.explanation"
+        assert answer["hit_rate_at_size"].keys() == {"0.5", "1", "2", "4"}
+    await server.service.engine.check()  # type: ignore[attr-defined]
+    after = server.service.engine.stats
+    assert (after.requests, after.queries, after.generation_tokens) == (
+        before.requests,
+        before.queries,
+        before.generation_tokens,
+    )
+    assert (await asked(server, chat(SYSTEM, "Where?")))["reason"] == "diverged"
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({}, None),
+        ({"prompt": "a", "messages": [{"role": "user", "content": "a"}]}, None),
+        ({"prompt": "a", "explain_cache": "yes"}, "explain_cache"),
+        ({"prompt": [5000]}, "prompt"),
+        ({"prompt": "a" * 3000}, "prompt"),
+        ({"messages": [{"content": "no role"}]}, "messages[0].role"),
+    ],
+)
+async def test_what_could_not_be_generated_is_refused_in_the_same_way(
+    server: Whole, body: dict[str, Any], param: str | None
+) -> None:
+    response = await server.client.post(EXPLAIN, json=body)
+    assert response.status_code == 400
+    assert response.json()["error"]["param"] == param
+
+
+async def test_a_bypass_names_its_field(server: Whole) -> None:
+    body = {"prompt": "one two three", "max_tokens": 2, "prompt_logprobs": 1, "explain_cache": True}
+    answer = await post(server, TEXT, body)
+    (told,) = answer.json()["cache_explanations"]
+    assert (told["reason"], told["feature"], told["place"]) == ("bypassed", "prompt_logprobs", None)
+
+
+async def test_followers_of_a_running_prompt_are_in_flight(server: Whole) -> None:
+    body = chat(SYSTEM * 3, "Who?", explain_cache=True)
+    answers = await asyncio.gather(*(post(server, CHAT, body) for _ in range(4)))
+    reasons = sorted(answer.json()["cache_explanations"][0]["reason"] for answer in answers)
+    assert reasons[0] == "cold"
+    assert set(reasons[1:]) <= {"in_flight", "short", "hit"}
+    for answer in answers:
+        waited = answer.json()["cache_explanations"][0]["waited"]
+        assert (";waited=" in answer.headers[HEADER]) == waited
+
+
+async def test_places_in_tools_parts_calls_and_the_template(server: Whole) -> None:
+    call = {"id": "c1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Bern"}'}}
+    messages: list[dict[str, Any]] = [
+        {"role": "system", "content": [{"type": "text", "text": "First part."}, {"type": "text", "text": "Second."}]},
+        {"role": "user", "content": "user"},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "c1", "content": "rain"},
+    ]
+    await post(server, CHAT, {"messages": messages, "tools": [TOOL], "max_tokens": 2})
+    changed = [*messages[:3], {"role": "tool", "tool_call_id": "c1", "content": "rare"}]
+    told = await asked(server, {"messages": changed, "tools": [TOOL]})
+    assert told["place"] == {"message": 3, "role": "tool", "character": 2}
+    changed = [messages[0], {"role": "user", "content": "used"}, *messages[2:]]
+    told = await asked(server, {"messages": changed})
+    assert told["place"] == {"message": 1, "role": "user", "character": 3}
+    changed = [{"role": "system", "content": "First part.\nSecund."}, *messages[1:]]
+    told = await asked(server, {"messages": changed})
+    assert told["place"] == {"message": 0, "role": "system", "character": 15}
+    changed = [messages[0], {"role": "assistant", "content": "user"}]
+    told = await asked(server, {"messages": changed})
+    assert told["place"]["role"] == "template"
+    assert told["diverged"]["text"].startswith("assistant\n")
+
+
+async def test_the_record_has_the_place_and_the_log_the_reason(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    log = tmp_path / "log.jsonl"
+    with caplog.at_level("INFO", "anaphora.server"):
+        async with whole(tmp_path / "model", 1000, record=str(log)) as server:
+            for question in ("Is it 10:31 now?", "Is it 10:45 now?"):
+                await post(server, CHAT, chat(SYSTEM, question))
+            await post(server, TEXT, {"prompt": encode(server, "ids"), "max_tokens": 2})
+    first, second, third = read(log)
+    assert (first.reason, first.place) == ("cold", {"message": None, "role": "template", "character": 0})
+    assert (second.reason, second.place) == ("diverged", {"message": 1, "role": "user", "character": 9})
+    assert first.id in second.detail
+    assert third.place is None
+    line = next(message for message in caplog.messages if message.startswith(second.id))
+    assert f"{second.cached_tokens} cached (diverged: request {first.id}" in line
+
+
+async def test_a_template_that_prints_the_time_is_searched(tmp_path: Path) -> None:
+    """The map of such a prompt is old at once: the texts are looked for in the prompt itself."""
+    clock = "{{ strftime_now('%f') }}|{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+    async with whole(tmp_path / "model", 1000) as server:
+        object.__setattr__(server.service.text, "template", ChatTemplate(clock, {}))
+        told = await asked(server, chat(SYSTEM, "Who?"))
+        assert told["reason"] == "cold"
+        assert told["place"] == {"message": None, "role": "template", "character": 0}
+        (prompt, _), *_ = server.service.engine_requests(call_of(chat(SYSTEM, "Who are you?")))
+        assert prompt.text is not None
+        at = prompt.text.index("are you?")
+        report = CacheReport(len(prompt.token_ids), at, "hit", position=at)
+        found = prompt_positions.find(
+            server.service.text, call_of(chat(SYSTEM, "Who are you?")).request, prompt, report
+        )
+        assert found == {"message": 1, "role": "user", "character": 4}
+
+
+def call_of(body: dict[str, Any]) -> Call:
+    request, plain = parse(json.dumps(body).encode(), ChatRequest)
+    return Call(request, plain, CHAT, 0.0, None)
+
+
+async def test_evictions_and_equal_texts_in_other_tokens(tmp_path: Path) -> None:
+    async with scripted(tmp_path / "model") as bench:
+        bench.engine.report = CacheReport(9, 4, "evicted", "evicted 3.0 s ago", 4, eviction=Eviction(3.0, "", 64, 320))
+        (told,) = (await post(bench, EXPLAIN, {"prompt": "one two three"})).json()["cache_explanations"]
+        assert told["evicted"] == {
+            "seconds_ago": 3.0,
+            "by": "other traffic",
+            "lost_tokens": 64,
+            "more_tokens": 320,
+            "more_bytes": 20 * 1024,
+        }
+        same = Neighbour("chatcmpl-7", 1.0, tuple(encode(bench, "two three")))
+        bench.engine.report = CacheReport(9, 4, "diverged", "x", 4, neighbour=same)
+        (told,) = (await post(bench, EXPLAIN, {"prompt": "one two three"})).json()["cache_explanations"]
+        assert told["diverged"]["retokenised"]

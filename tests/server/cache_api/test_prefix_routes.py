@@ -1,0 +1,357 @@
+"""The routes under /v1/cache, over an engine process with a fake runner: what is computed, kept and listed."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import subprocess
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from anaphora.errors import ConfigError
+from anaphora.server.cache_api import prefix_routes
+from anaphora.server.cache_api.prefix_routes import compute
+from anaphora.server.cache_api.warm import read_warm_file, warm_up
+from tests.support.clients import until
+from tests.support.servers import Whole, environment, fake_command, fake_server, whole
+
+pytestmark = pytest.mark.usefixtures("engine_surroundings")
+
+WINDOW = 1000
+BLOCKS = 255 - 63
+"""What may be pinned: the fake engine's pool without a request of the whole window, in blocks of 16."""
+SYSTEM = "You answer in one word. " * 8
+CHAT = "/v1/chat/completions"
+
+
+@pytest.fixture
+async def server(tmp_path: Path) -> AsyncIterator[Whole]:
+    async with whole(tmp_path / "model", WINDOW) as server:
+        yield server
+
+
+async def post(server: Whole, path: str, status: int = 200, **body: Any) -> dict[str, Any]:
+    response = await server.client.post(path, json=body)
+    assert response.status_code == status, response.text
+    if status == 200:
+        return response.json()
+    error = response.json()["error"]
+    assert error.keys() == {"message", "type", "param", "code"}
+    assert error["code"] == status
+    return error
+
+
+async def listed(server: Whole, salt: str | None = None, **params: Any) -> dict[str, Any]:
+    headers = {b"x-cache-salt": salt.encode()} if salt else {}
+    response = await server.client.get("/v1/cache/prefixes", params=params, headers=headers)
+    assert response.status_code == 200, response.text
+    return response.json()
+
+
+def chat(question: str, **fields: Any) -> dict[str, Any]:
+    return {"messages": [*system(), {"role": "user", "content": question}], "max_tokens": 4} | fields
+
+
+def system() -> list[dict[str, str]]:
+    return [{"role": "system", "content": SYSTEM}]
+
+
+async def cached(server: Whole, question: str, **fields: Any) -> int:
+    usage = (await post(server, CHAT, **chat(question, **fields)))["usage"]
+    return int(usage["prompt_tokens_details"]["cached_tokens"])
+
+
+async def flood(server: Whole) -> None:
+    """Other prompts, until nothing that may be evicted is left."""
+    await asyncio.gather(
+        *(post(server, "/v1/completions", prompt=f"{i} " * 200, max_tokens=1) for i in range(100, 112))
+    )
+
+
+async def test_a_pinned_system_text_serves_every_conversation_whatever_else_comes(server: Whole) -> None:
+    (pin,) = (await post(server, "/v1/cache/pin", messages=system(), model="tiny"))["data"]
+    rendered = f"<|im_start|>system\n{SYSTEM}<|im_end|>\n<|im_start|>user\n"
+    assert pin["tokens"] == pin["kept_tokens"] == len(rendered)
+    assert pin["new"]
+    await flood(server)
+    for question in ("Why?", "How?"):
+        assert await cached(server, question) == len(rendered)
+    (again,) = (await post(server, "/v1/cache/pin", messages=system()))["data"]
+    assert again == pin | {"new": False}
+    assert server.engine.stats.pinned_blocks == -(-len(rendered) // 16)
+    assert "anaphora:kv_blocks_pinned" in (await server.client.get("/metrics")).text
+    await post(server, "/v1/cache/unpin", messages=system())
+    assert server.engine.stats.pinned_blocks == 0
+    await flood(server)
+    assert await cached(server, "Why?") == 0
+
+
+async def test_warming_computes_and_keeps_nothing(server: Whole) -> None:
+    body = {"prompt": ["a" * 40, "a" * 40 + "b" * 20]}
+    answer = await post(server, "/v1/cache/warm", **body)
+    assert [entry["tokens"] for entry in answer["data"]] == [40, 60]
+    assert answer["usage"]["completion_tokens"] == 0
+    answer = await post(server, "/v1/cache/warm", **body)
+    assert [entry["cached_tokens"] for entry in answer["data"]] == [39, 59]
+    assert server.engine.stats.pinned_blocks == 0
+
+
+async def test_a_whole_request_is_pinned_as_it_would_be_asked(server: Whole) -> None:
+    body = chat("Why?", temperature=0.5, stream=True, user="u", response_format=None)
+    (pin,) = (await post(server, "/v1/cache/pin", **body))["data"]
+    assert await cached(server, "Why?") == pin["tokens"] - 1
+    (gone,) = (await post(server, "/v1/cache/unpin", id=pin["id"]))["data"]
+    assert gone["id"] == pin["id"]
+
+
+async def test_pins_stay_through_a_reset_and_fill_again(server: Whole) -> None:
+    (pin,) = (await post(server, "/v1/cache/pin", messages=system()))["data"]
+    assert (await post(server, "/reset_prefix_cache"))["reset"]
+    (now,) = (await listed(server))["pins"]
+    assert (now["id"], now["kept_tokens"]) == (pin["id"], 0)
+    assert await cached(server, "Why?") == 0
+    await flood(server)
+    assert await cached(server, "How?") == pin["tokens"]
+
+
+async def test_more_than_leaves_room_is_refused_with_numbers(server: Whole) -> None:
+    most = [f"{i:03}" + "x" * 749 for i in range(BLOCKS // 47)]
+    assert len((await post(server, "/v1/cache/pin", prompt=most))["data"]) == 4
+    error = await post(server, "/v1/cache/pin", 400, prompt="y" * 752)
+    assert "188 of the cache's 255 blocks of 16 tokens are pinned, this needs 47 more, and 63 must" in error["message"]
+    assert f"at most {BLOCKS} may be pinned" in error["message"]
+    assert len((await listed(server))["pins"]) == 4
+    answer = await post(server, "/v1/completions", prompt="z" * (WINDOW - 10), max_tokens=10, ignore_eos=True)
+    assert answer["usage"]["completion_tokens"] == 10
+
+
+async def test_the_list_shows_what_saves_most_inside_the_callers_salt(server: Whole) -> None:
+    before = time.time()
+    for i in range(5):
+        await cached(server, f"{i}?")
+    for i in range(3):
+        await cached(server, f"{i}?", cache_salt="mine")
+    await post(server, "/v1/cache/pin", prompt="short", cache_salt="mine")
+    everybody, mine = await listed(server), await listed(server, "mine", limit=1)
+    (row,) = everybody["data"]
+    assert row["hits"] == 4
+    assert row["tokens_saved"] == 4 * row["tokens"]
+    assert row["tokens"] % 16 == 0
+    assert row["text_start"].startswith("<|im_start|>system\nYou answer")
+    assert before <= row["last_used"] <= time.time()
+    assert not row["pinned"]
+    assert everybody["pins"] == []
+    assert everybody["max_pinned_blocks"] == BLOCKS
+    (row,) = mine["data"]
+    assert row["hits"] == 2
+    (pin,) = mine["pins"]
+    assert (pin["text_start"], pin["tokens"]) == ("short", 5)
+    assert (await listed(server, "nobody"))["total"] == 0
+    await post(server, "/v1/cache/pin", prompt="long", cache_salt="Grüße")
+    assert len((await listed(server, "Grüße"))["pins"]) == 1
+    assert "short" not in str(everybody)
+
+
+@pytest.mark.parametrize(
+    ("query", "param"),
+    [
+        ("limit=0", "limit"),
+        ("limit=101", "limit"),
+        ("limit=x", "limit"),
+        ("limit=", "limit"),
+        ("lmit=2", "lmit"),
+        ("cache_salt=a", "cache_salt"),
+    ],
+)
+async def test_a_wrong_query_is_refused_by_name(server: Whole, query: str, param: str) -> None:
+    response = await server.client.get(f"/v1/cache/prefixes?{query}")
+    assert response.status_code == 400
+    assert response.json()["error"]["param"] == param
+    response = await server.client.get("/v1/cache/prefixes", headers={"x-cache-salt": "s" * 257})
+    assert response.status_code == 400
+
+
+BAD: list[tuple[dict[str, Any], str | None]] = [
+    ({}, None),
+    ({"prompt": "a", "messages": []}, None),
+    ({"prompt": ""}, "prompt"),
+    ({"prompt": []}, "prompt"),
+    ({"prompt": 7}, "prompt"),
+    ({"prompt": [1000]}, "prompt"),
+    ({"prompt": ["a", ""]}, "prompt"),
+    ({"prompt": "a" * WINDOW}, "prompt"),
+    ({"messages": []}, "messages"),
+    ({"messages": "a"}, "messages"),
+    ({"prompt": "a", "cache_slat": "x"}, "cache_slat"),
+    ({"prompt": "a", "cache_salt": ""}, "cache_salt"),
+    ({"prompt": "a", "cache_salt": 5}, "cache_salt"),
+]
+
+
+@pytest.mark.parametrize("route", ["pin", "warm", "unpin"])
+async def test_wrong_bodies_are_refused_and_nothing_is_pinned(server: Whole, route: str) -> None:
+    for body, param in BAD:
+        error = await post(server, f"/v1/cache/{route}", 400, **body)
+        assert error["param"] == param, (body, error)
+    await post(server, f"/v1/cache/{route}", 404, prompt="a", model="other")
+    assert (await listed(server))["pins"] == []
+    assert await cached(server, "Why?") == 0
+
+
+async def test_what_is_not_pinned_cannot_be_unpinned(server: Whole) -> None:
+    await post(server, "/v1/cache/pin", prompt="a")
+    for body in ({"prompt": "b"}, {"prompt": ["a", "b"]}, {"prompt": "a", "cache_salt": "s"}, {"id": "pin-1"}):
+        await post(server, "/v1/cache/unpin", 404, **body)
+    for body in ({"id": ""}, {"id": []}, {"id": 5}, {"id": "pin-1", "ids": 1}):
+        await post(server, "/v1/cache/unpin", 400, **body)
+    assert len((await listed(server))["pins"]) == 1
+
+
+async def test_keys_guard_the_routes(tmp_path: Path) -> None:
+    async with whole(tmp_path / "model", WINDOW, api_key=("key",)) as server:
+        for path in ("pin", "unpin", "warm"):
+            await post(server, f"/v1/cache/{path}", 401, prompt="a")
+        for path in ("/v1/chat/completions/render", "/v1/completions/render"):
+            await post(server, path, 401, prompt="a")
+        assert (await server.client.get("/v1/cache/prefixes")).status_code == 401
+
+
+async def test_a_client_that_leaves_takes_its_pin_back(tmp_path: Path) -> None:
+    async with whole(tmp_path / "model", WINDOW, "tests.support.runners:load_slow") as server:
+        (kept,) = (await post(server, "/v1/cache/pin", prompt="102 " * 240))["data"]
+        body = {"prompt": [f"{i} " * 240 for i in range(100, 103)]}
+        leaving = asyncio.create_task(post(server, "/v1/cache/pin", **body))
+        await until(lambda: bool(server.engine._streams))
+        assert len((await listed(server))["pins"]) == 3
+        leaving.cancel()
+        (end,) = await asyncio.gather(leaving, return_exceptions=True)
+        assert isinstance(end, BaseException)
+        assert [pin["id"] for pin in (await listed(server))["pins"]] == [kept["id"]]
+        assert not server.engine._streams
+
+
+async def test_a_client_that_leaves_does_not_take_what_another_has_pinned(
+    server: Whole, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    computing = asyncio.Event()
+
+    async def compute_two_for_ever(service: Any, call: Any, wanted: Any) -> Any:
+        if len(wanted) == 2:
+            computing.set()
+            await asyncio.Event().wait()
+        return await compute(service, call, wanted)
+
+    monkeypatch.setattr(prefix_routes, "compute", compute_two_for_ever)
+    leaving = asyncio.create_task(post(server, "/v1/cache/pin", prompt=["ours", "theirs"]))
+    await computing.wait()
+    (ours,) = (await post(server, "/v1/cache/pin", prompt="ours"))["data"]
+    assert (ours["kept_tokens"], ours["new"]) == (4, False)
+    leaving.cancel()
+    await asyncio.gather(leaving, return_exceptions=True)
+    assert [pin["id"] for pin in (await listed(server))["pins"]] == [ours["id"]]
+    await post(server, "/v1/cache/unpin", id=ours["id"])
+    assert not server.service.firm_pins
+
+
+@pytest.mark.parametrize("waits", range(6))
+async def test_a_client_that_leaves_at_once_leaves_no_pin(server: Whole, waits: int) -> None:
+    leaving = asyncio.create_task(post(server, "/v1/cache/pin", prompt=["left", "behind " * 50]))
+    for _ in range(waits * 3):
+        await asyncio.sleep(0)
+    await asyncio.sleep(waits * 0.001)
+    leaving.cancel()
+    (end,) = await asyncio.gather(leaving, return_exceptions=True)
+    pins = (await listed(server))["pins"]
+    assert len(pins) == (0 if isinstance(end, BaseException) else 2)
+
+
+# --- --warm FILE ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "entries"),
+    [
+        ("You are a poet.\nWrite.\n", 1),
+        ('\ufeff{"prompt": "a"}\r\n', 1),
+        ('"You are a poet."', 1),
+        ('{"prompt": "a"}\n\n{"messages": [{"role": "system", "content": "b"}]}\n"c"\n', 3),
+        ('[{"prompt": "a"},\n "b"]', 2),
+        ('{\n  "prompt": "a"\n}', 1),
+    ],
+)
+async def test_the_forms_of_a_warm_file(server: Whole, tmp_path: Path, text: str, entries: int) -> None:
+    path = tmp_path / "prefixes"
+    path.write_text(text, "utf-8")
+    found = read_warm_file(str(path))
+    assert len(found) == entries
+    await warm_up(server.service, found)
+    pins = (await listed(server))["pins"]
+    assert len(pins) == entries
+    assert all(pin["kept_tokens"] == pin["tokens"] for pin in pins)
+    assert not any(pin["text_start"].endswith("\n") for pin in pins if pin["text_start"].startswith("You"))
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("  \n", "holds nothing"),
+        ("[]", "holds nothing"),
+        ('{"prompt": "a"}\n{"prompt": }\n', "line 2: no valid JSON"),
+        ('{"prompt": "a"}\n{"promt": "b"}\n', "line 2: the body must hold one of messages, prompt"),
+        ('[{"prompt": "a"}, 7]', "entry 2: the body must be a JSON object"),
+        ('{"prompt": "a", "cache_slat": "s"}', "cache_slat"),
+        ('"a"\n"\\ud83d"', "line 2: no body of a request: .*surrogates"),
+        ('"a"\n' + "[" * 9000 + "]" * 9000, "line 2: no valid JSON: maximum recursion depth"),
+        ("[" * 100_000, "line 1: no valid JSON: maximum recursion depth"),
+    ],
+)
+def test_a_warm_file_that_cannot_be_read_is_refused_by_line(tmp_path: Path, text: str, message: str) -> None:
+    path = tmp_path / "prefixes"
+    path.write_text(text, "utf-8")
+    with pytest.raises(ConfigError, match=message):
+        read_warm_file(str(path))
+    with pytest.raises(ConfigError, match="cannot read"):
+        read_warm_file(str(tmp_path / "none"))
+    with pytest.raises(ConfigError, match="cannot read"):
+        read_warm_file("a\0b")
+
+
+async def test_what_cannot_be_kept_is_named_with_its_line(server: Whole, tmp_path: Path) -> None:
+    path = tmp_path / "prefixes"
+    for bad, message in (
+        ('{"prompt": "' + "x" * WINDOW + '"}', "line 2: This model's maximum context length"),
+        ('{"prompt": "a", "model": "other"}', "line 2: the model 'other' does not exist"),
+        ('{"prompt": ""}', "line 2: the prompt is empty"),
+    ):
+        path.write_text('{"prompt": "a"}\n' + bad, "utf-8")
+        with pytest.raises(ConfigError, match=message):
+            await warm_up(server.service, read_warm_file(str(path)))
+
+
+def test_a_server_serves_when_its_prefixes_are_there_and_warns_of_what_breaks_reuse(tmp_path: Path) -> None:
+    """The whole start: --warm, the template of the model, the order of the lines in the log."""
+    path = tmp_path / "prefixes.jsonl"
+    path.write_text(json.dumps({"messages": system()}) + "\n" + json.dumps({"prompt": "short"}) + "\n")
+    with fake_server(tmp_path / "model", warm=str(path), max_model_len=WINDOW) as running:
+        answer = httpx.post(running.url + CHAT, json=chat("Why?"))
+        pins = httpx.get(running.url + "/v1/cache/prefixes").json()["pins"]
+    assert answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"] == pins[0]["tokens"]
+    log = "".join(running.log)
+    assert log.index("warmed and pinned 2 prefixes") < log.index(" at http://")
+    assert "line 2: --block-size: a block of 16 tokens is larger than the 5 tokens that prompts share" in log
+    assert "check of the resting engine failed" not in log
+
+
+def test_a_start_that_cannot_keep_its_prefixes_ends_by_their_line(tmp_path: Path) -> None:
+    path = tmp_path / "prefixes.jsonl"
+    path.write_text(json.dumps({"prompt": "x" * WINDOW}) + "\n")
+    command = fake_command(tmp_path / "model", warm=str(path), max_model_len=WINDOW)
+    done = subprocess.run(command, capture_output=True, text=True, env=environment(), timeout=60)
+    assert done.returncode != 0
+    assert f"--warm {path}: This model's maximum context length is 1000 tokens" in done.stderr
+    assert " at http://" not in done.stderr

@@ -1,0 +1,76 @@
+"""Texts in pieces have the ids that they have as a whole."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from anaphora.cache.hashing import pack, unpack
+from anaphora.text.tokenizer import Tokenizer
+from anaphora.tools.doctor.read.load import load_model
+from anaphora.tools.doctor.read.token_store import Store
+from anaphora.tools.shared.simulate import LimitedCache, UnlimitedCache
+from tests.support import vocabularies
+
+TOKENIZER = load_model(None, None).tokenizer
+LETTERS = ("a", "Word", "1", "42", "- x", "é", "漢", "'s", "²", "{", ".")
+SPACES = (" ", "\n", "\n\n", "\t", "\r\n")
+PARTS = st.lists(st.sampled_from([*LETTERS, *SPACES, "<|im_start|>", "<|im_end|>"]), max_size=14)
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.lists(PARTS.map("".join), max_size=5))
+def test_joined_texts_are_one_text(texts: list[str]) -> None:
+    store = Store(TOKENIZER)
+    pieces = store.join([store.intern(text) for text in texts])
+    whole = "".join(texts)
+    assert "".join(store.piece_texts[piece] for piece in pieces) == whole
+    assert unpack(store.packed(pieces)) == TOKENIZER.encode(whole, add_special_tokens=False)
+
+
+def test_lines_are_parted_for_our_tokenizer() -> None:
+    store = Store(TOKENIZER)
+    assert len(store.pieces(store.intern("one\ntwo\n\nthree\n4\n- five"))) == 4
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_the_unlimited_cache_finds_the_longest_beginning(seed: int) -> None:
+    rng = random.Random(seed)
+    cache, earlier = UnlimitedCache(), []
+    for number in range(60):
+        base = rng.choice(earlier)[: rng.randrange(400)] if earlier and rng.random() < 0.8 else []
+        tokens = [*base, *(rng.randrange(3) for _ in range(rng.randrange(1, 300)))]
+        best = max((_common(tokens, other) for other in earlier), default=0)
+        found = cache.look(pack(tokens), number)
+        assert found.tokens == best
+        if best:
+            assert _common(tokens, earlier[found.owner]) == best
+        earlier.append(tokens)
+
+
+def _common(a: list[int], b: list[int]) -> int:
+    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+
+
+def test_a_limited_cache_forgets() -> None:
+    prompts = [pack([n] * 160 + list(range(160))) for n in range(8)]
+    small, large = LimitedCache(640), LimitedCache(4000)
+    for cache, hits in ((small, 0), (large, 319)):
+        for number, prompt in enumerate(prompts):
+            cache.look(prompt, number)
+        assert cache.look(prompts[0], 9) == hits
+    assert LimitedCache(64).look(prompts[0], 0) == 0
+
+
+@pytest.mark.parametrize("kind", vocabularies.KINDS)
+def test_other_tokenizers_have_the_same_ids_too(kind: str, tmp_path: Path) -> None:
+    tokenizer = Tokenizer.load(vocabularies.save(tmp_path, vocabularies.make(kind)))
+    store, rng = Store(tokenizer), random.Random(1)
+    for _ in range(150):
+        texts = ["".join(rng.choices([*LETTERS, *SPACES, " the"], k=rng.randrange(8))) for _ in range(4)]
+        joined = store.packed(store.join([store.intern(text) for text in texts]))
+        assert unpack(joined) == tokenizer.encode("".join(texts), add_special_tokens=False)
