@@ -48,7 +48,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "anaphora.tools": BASE,
     "anaphora.tools.shared": BASE
     | {"anaphora.cache", "anaphora.core", "anaphora.text"}
-    | {"httpx", "msgspec", "prometheus_client"},
+    | {"httpx", "msgspec", "prometheus_client", "rich"},
     "anaphora.tools.bench": BASE
     | {"anaphora.llm", "anaphora.text", "anaphora.observe", "anaphora.tools.shared"}
     | {"httpx", "rich", "jinja2", "msgspec", "uvloop"},

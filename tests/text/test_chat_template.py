@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,7 @@ from hypothesis import strategies as st
 
 from anaphora.errors import InvalidRequest, ModelError
 from anaphora.text import sandbox
-from anaphora.text.chat_template import ChatTemplate
+from anaphora.text.chat_template import ChatTemplate, default_template
 from tests.support import vocabularies
 
 TEMPLATES = (
@@ -56,7 +55,7 @@ SHAPES: dict[str, list[dict[str, Any]]] = {
 
 @pytest.fixture(scope="module")
 def chatml() -> ChatTemplate:
-    return ChatTemplate(files("anaphora.text").joinpath("templates/chatml.jinja").read_text(), {})
+    return ChatTemplate(default_template(), {})
 
 
 def load(shared_data: Path, name: str) -> ChatTemplate:

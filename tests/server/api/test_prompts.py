@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +11,11 @@ import pytest
 from anaphora.errors import InvalidRequest
 from anaphora.server.api.prompts import beginning, chat_prompt
 from anaphora.server.api.protocol import ChatRequest
-from anaphora.text.chat_template import ChatTemplate
-from anaphora.tools.doctor.read.load import load_model
+from anaphora.text.chat_template import ChatTemplate, default_template
+from anaphora.tools.shared.tokenizer_and_template import load_tokenizer_and_template
 
 DATA = Path(__file__).resolve().parents[4] / "shared" / "data" / "chat-templates"
-TOKENIZER = load_model(None, None).tokenizer
+TOKENIZER = load_tokenizer_and_template(None, None).tokenizer
 SYSTEM: dict[str, Any] = {"role": "system", "content": "You are kind. Be brief"}
 EXAMPLE: list[dict[str, Any]] = [SYSTEM, {"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}]
 TOOL: dict[str, Any] = {"type": "function", "function": {"name": "f", "description": "d", "parameters": {}}}
@@ -27,8 +26,9 @@ def common(one: tuple[int, ...], other: tuple[int, ...]) -> list[int]:
 
 
 def templates() -> dict[str, str]:
-    ours = files("anaphora.text").joinpath("templates/chatml.jinja").read_text(encoding="utf-8")
-    return {"chatml": ours} | {path.stem: path.read_text("utf-8") for path in sorted(DATA.glob("*.jinja"))}
+    return {"chatml": default_template()} | {
+        path.stem: path.read_text("utf-8") for path in sorted(DATA.glob("*.jinja"))
+    }
 
 
 @pytest.mark.parametrize("name", templates())

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import functools
-import gzip
 import json
 import random
 from collections.abc import Callable, Iterable
-from importlib import resources
 from typing import Any
 
 import tokenizers
+
+from anaphora.tools.shared.tokenizer_and_template import default_tokenizer_json
 
 Body = dict[str, Any]
 
@@ -88,8 +88,7 @@ def with_last_user(body: Body, text: str) -> Body:
 
 @functools.cache
 def _tokenizer() -> tokenizers.Tokenizer:
-    packed = resources.files("anaphora.tools.doctor.read") / "tokenizer" / "tokenizer.json.gz"
-    return tokenizers.Tokenizer.from_buffer(gzip.decompress(packed.read_bytes()))
+    return tokenizers.Tokenizer.from_buffer(default_tokenizer_json())
 
 
 def written(body: Body) -> str:

@@ -13,9 +13,10 @@ import pytest
 from anaphora.advice.template_checks import examine
 from anaphora.tools.doctor.options import DoctorOptions
 from anaphora.tools.doctor.price.diagnose import Break, Diagnosis, diagnose
-from anaphora.tools.doctor.read.load import Model, from_bodies, load_model
+from anaphora.tools.doctor.read.load import from_bodies
 from anaphora.tools.doctor.show.report import NO_GAIN, as_json
 from anaphora.tools.lint.template import load_template
+from anaphora.tools.shared.tokenizer_and_template import TokenizerAndTemplate, load_tokenizer_and_template
 from tests.tools.doctor import logs
 from tests.tools.doctor.logs import Body
 
@@ -26,11 +27,11 @@ RULES = logs.rules(lines=30)
 
 
 @pytest.fixture(scope="module")
-def model() -> Model:
-    return load_model(None, None)
+def model() -> TokenizerAndTemplate:
+    return load_tokenizer_and_template(None, None)
 
 
-def examined(bodies: list[Body], model: Model) -> tuple[Diagnosis, list[Break]]:
+def examined(bodies: list[Body], model: TokenizerAndTemplate) -> tuple[Diagnosis, list[Break]]:
     diagnosis = diagnose(from_bodies(bodies, model))
     return diagnosis, diagnosis.breaks
 
@@ -55,7 +56,9 @@ def two(text: str, *values: str) -> list[Body]:
         ("Il est {}.\n" + RULES, ("mardi 4 février 2025 à 9 h 05", "mardi 4 février 2025 à 9 h 06"), "clock_time", 7),
     ],
 )  # fmt: skip
-def test_a_value_before_the_rules(text: str, values: tuple[str, ...], kind: str, start: int, model: Model) -> None:
+def test_a_value_before_the_rules(
+    text: str, values: tuple[str, ...], kind: str, start: int, model: TokenizerAndTemplate
+) -> None:
     diagnosis, found = examined(two(text, *values), model)
     assert [(b.finding.kind, b.status) for b in found] == [(kind, "confirmed")]
     finding = found[0].finding
@@ -75,7 +78,9 @@ def test_a_value_before_the_rules(text: str, values: tuple[str, ...], kind: str,
         ("Customer: {}", ("A, tier gold", "B, tier basic"), "user_data"),
     ],
 )  # fmt: skip
-def test_a_value_behind_the_rules_costs_nothing(line: str, values: tuple[str, str], kind: str, model: Model) -> None:
+def test_a_value_behind_the_rules_costs_nothing(
+    line: str, values: tuple[str, str], kind: str, model: TokenizerAndTemplate
+) -> None:
     diagnosis, found = examined(two(f"{RULES}\n{line}", *values), model)
     assert [b.finding.kind for b in found] == [kind]
     data = as_json(diagnosis, DoctorOptions(log="-"), {})["breaks"][0]
@@ -84,7 +89,7 @@ def test_a_value_behind_the_rules_costs_nothing(line: str, values: tuple[str, st
     assert data["repair"] == NO_GAIN
 
 
-def test_a_client_header_is_known_by_name(model: Model) -> None:
+def test_a_client_header_is_known_by_name(model: TokenizerAndTemplate) -> None:
     line = "x-anthropic-billing-header: cc_version=2.2.0.1a; cc_entrypoint=cli; cch={};"
     bodies = [
         {"system": [{"type": "text", "text": line.replace("{}", nonce)}, {"type": "text", "text": RULES}],
@@ -97,7 +102,7 @@ def test_a_client_header_is_known_by_name(model: Model) -> None:
     assert "CLAUDE_CODE_ATTRIBUTION_HEADER" in found[0].finding.note
 
 
-def test_tools_that_come_back_in_another_order_now_and_then(model: Model) -> None:
+def test_tools_that_come_back_in_another_order_now_and_then(model: TokenizerAndTemplate) -> None:
     a, b, c = (logs.tool(name) for name in ("a1", "a2", "b1"))
     bodies = [
         {**body, "tools": [a, b, c] if turn // 12 % 2 == 0 else [c, a, b]}
@@ -110,7 +115,7 @@ def test_tools_that_come_back_in_another_order_now_and_then(model: Model) -> Non
     assert "about every 12 requests" in found[0].finding.varies
 
 
-def test_a_time_before_the_tools_costs_the_tools(model: Model) -> None:
+def test_a_time_before_the_tools_costs_the_tools(model: TokenizerAndTemplate) -> None:
     """The template writes tools behind the system text, so that what changes in it takes the tools with it."""
     tools = [logs.tool(f"switch_{n}", f"Switches lamp {n} on or off. " * 14) for n in range(12)]
     bodies = [
@@ -137,19 +142,19 @@ def test_a_time_that_the_template_writes_before_the_tools(tmp_path: Path) -> Non
         {"messages": [logs.user(f"lamp {n} on")], "tools": tools, "chat_template_kwargs": {"now": f"10:{n:02}:09"}}
         for n in range(6)
     ]
-    diagnosis, found = examined(bodies, load_model(None, str(path)))
+    diagnosis, found = examined(bodies, load_tokenizer_and_template(None, str(path)))
     assert [(b.finding.kind, b.status, b.finding.role) for b in found] == [("clock_time", "confirmed", "template")]
     assert found[0].tokens_lost > 0.9 * 5 * (diagnosis.before.tokens[0] - 60)
     assert found[0].finding.samples[0] == "10:00:09"
 
 
-def test_tools_without_messages(model: Model) -> None:
+def test_tools_without_messages(model: TokenizerAndTemplate) -> None:
     tools = [logs.tool(f"mcp__{name}__search") for name in ("files", "issues")]
     _, found = examined([{"tools": tools}, {"tools": tools[::-1]}], model)
     assert [b.finding.kind for b in found] == ["tool_order"]
 
 
-def test_a_tool_result_with_other_key_order(model: Model) -> None:
+def test_a_tool_result_with_other_key_order(model: TokenizerAndTemplate) -> None:
     rows = {"rows": [{"id": i, "note": f"row {i} of the table"} for i in range(12)], "count": 12}
     turned = {"count": 12, "rows": [dict(reversed(row.items())) for row in rows["rows"]]}  # type: ignore[attr-defined]
     result = {"role": "tool", "tool_call_id": "1"}
@@ -160,7 +165,7 @@ def test_a_tool_result_with_other_key_order(model: Model) -> None:
     assert found[0].tokens_lost > 0.6 * diagnosis.before.tokens[0]
 
 
-def test_memory_that_is_written_on(model: Model) -> None:
+def test_memory_that_is_written_on(model: TokenizerAndTemplate) -> None:
     memories = ["likes tea", "likes tea; lives in Oslo", "likes tea; lives in Oslo; has a dog named Rex"]
     bodies = [
         logs.with_system(body, lambda c, n=n: f"{c}\n<memory>{memories[n // 5]}</memory>\n{RULES}")
@@ -172,7 +177,7 @@ def test_memory_that_is_written_on(model: Model) -> None:
     assert found[0].finding.seen == 2
 
 
-def test_system_text_behind_the_history(model: Model) -> None:
+def test_system_text_behind_the_history(model: TokenizerAndTemplate) -> None:
     rng = random.Random(1)
     bodies = []
     for body in logs.conversations(count=1, turns=8)[0]:
@@ -189,7 +194,7 @@ def test_system_text_behind_the_history(model: Model) -> None:
 
 @needs_templates
 def test_a_template_that_moves_the_system_text() -> None:
-    nemo = load_model(None, str(TEMPLATES / "mistralai-Mistral-Nemo-Instruct-2407.jinja"))
+    nemo = load_tokenizer_and_template(None, str(TEMPLATES / "mistralai-Mistral-Nemo-Instruct-2407.jinja"))
     diagnosis, found = examined(logs.interleaved(logs.conversations(count=4, turns=4)), nemo)
     assert [b.finding.kind for b in found if b.status == "confirmed"] == ["template"]
     assert "moves the system text" in found[0].finding.note
@@ -198,7 +203,7 @@ def test_a_template_that_moves_the_system_text() -> None:
 
 @needs_templates
 def test_a_template_with_an_empty_thought_in_front_of_the_answer() -> None:
-    qwen = load_model(None, str(TEMPLATES / "Qwen-Qwen3-0.6B.jinja"))
+    qwen = load_tokenizer_and_template(None, str(TEMPLATES / "Qwen-Qwen3-0.6B.jinja"))
     bodies = [
         {**body, "chat_template_kwargs": {"enable_thinking": False}} for body in logs.conversations(count=1, turns=3)[0]
     ]
@@ -210,7 +215,7 @@ def test_a_template_with_an_empty_thought_in_front_of_the_answer() -> None:
 @needs_templates
 def test_a_thought_in_the_history_that_the_model_never_wrote() -> None:
     """Only the responses tell: what they hold is not what the template makes of it."""
-    template = load_model(None, str(TEMPLATES / "Qwen3.5-4B.jinja"))
+    template = load_tokenizer_and_template(None, str(TEMPLATES / "Qwen3.5-4B.jinja"))
     rng = random.Random(7)
     messages, bodies = [logs.system(RULES), logs.user("What is two and two?")], []
     for _ in range(4):
@@ -223,7 +228,7 @@ def test_a_thought_in_the_history_that_the_model_never_wrote() -> None:
     assert found[0].tokens_lost > 120
 
 
-def test_an_answer_that_comes_back_in_other_tokens(model: Model) -> None:
+def test_an_answer_that_comes_back_in_other_tokens(model: TokenizerAndTemplate) -> None:
     rng = random.Random(8)
     encode = functools.partial(model.tokenizer.encode, add_special_tokens=False)
     messages, bodies, lost = [logs.system(RULES), logs.user("hello")], [], 0
@@ -293,14 +298,14 @@ def airline(count: int, change: Any = None) -> list[Body]:
     return bodies
 
 
-def test_the_airline_log_as_it_is(model: Model) -> None:
+def test_the_airline_log_as_it_is(model: TokenizerAndTemplate) -> None:
     diagnosis, found = examined(airline(120), model)
     assert [(b.finding.kind, b.status) for b in found] == [("clock_time", "latent")]
     assert found[0].finding.samples == ["2024-05-15 15:00:00 EST"]
     assert diagnosis.before.hit_rate == pytest.approx(0.96, abs=0.03)
 
 
-def test_the_airline_log_with_a_live_clock(model: Model) -> None:
+def test_the_airline_log_with_a_live_clock(model: TokenizerAndTemplate) -> None:
     def live(content: str, number: int) -> str:
         return content.replace("15:00:00", f"{9 + number // 3600:02}:{number // 60 % 60:02}:{number % 60:02}")
 
@@ -310,7 +315,7 @@ def test_the_airline_log_with_a_live_clock(model: Model) -> None:
     assert diagnosis.best.hit_rate > 0.7
 
 
-def test_the_airline_log_with_retrieved_documents(model: Model) -> None:
+def test_the_airline_log_with_retrieved_documents(model: TokenizerAndTemplate) -> None:
     def retrieved(content: str, number: int) -> str:
         rng = random.Random(number)
         chunks = "\n\n".join(f"[{i}] {logs.sentence(rng, 70)}." for i in range(2))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gzip
 import json
 import random
 import re
@@ -10,7 +9,6 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +16,10 @@ import httpx
 import pytest
 
 from anaphora.observe.record import read
+from anaphora.text.chat_template import default_template
 from anaphora.tools.doctor import DoctorOptions, run
 from anaphora.tools.shared.metrics_page import Growth, Page, hits, parse
+from anaphora.tools.shared.tokenizer_and_template import default_tokenizer_json
 from tests.support.servers import RunningServer, cli_server
 from tests.tools.doctor.logs import rules, sentence
 
@@ -32,10 +32,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny random model with a real tokenizer and our ChatML template."""
     transformers = pytest.importorskip("transformers")
     folder = tmp_path_factory.mktemp("model")
-    packed = resources.files("anaphora.tools.doctor.read") / "tokenizer" / "tokenizer.json.gz"
-    (folder / "tokenizer.json").write_bytes(gzip.decompress(packed.read_bytes()))
-    template = (resources.files("anaphora.text") / "templates" / "chatml.jinja").read_text("utf-8")
-    special = {"bos_token": "<|im_start|>", "eos_token": "<|im_end|>", "chat_template": template}
+    (folder / "tokenizer.json").write_bytes(default_tokenizer_json())
+    special = {"bos_token": "<|im_start|>", "eos_token": "<|im_end|>", "chat_template": default_template()}
     (folder / "tokenizer_config.json").write_text(json.dumps(special))
     config = transformers.LlamaConfig(
         vocab_size=49152,

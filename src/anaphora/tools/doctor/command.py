@@ -6,7 +6,6 @@ import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 
-import msgspec
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.text import Text
@@ -17,12 +16,14 @@ from anaphora.tools.doctor.live import command as live_command
 from anaphora.tools.doctor.options import DoctorOptions, ExplainOptions
 from anaphora.tools.doctor.price.compare import compare
 from anaphora.tools.doctor.price.diagnose import Diagnosis, diagnose
-from anaphora.tools.doctor.read.load import Log, load, load_model
+from anaphora.tools.doctor.read.load import Log, load
 from anaphora.tools.doctor.show import fixed_log, prompt_starts, terminal
-from anaphora.tools.doctor.show.console import LogConsole
 from anaphora.tools.doctor.show.page import render_page
 from anaphora.tools.doctor.show.report import as_json
 from anaphora.tools.lint import command_line, template
+from anaphora.tools.shared.console import LogConsole
+from anaphora.tools.shared.output_file import write_json, write_text
+from anaphora.tools.shared.tokenizer_and_template import load_tokenizer_and_template
 from anaphora.tools.shared.usage import read_prices
 
 _STYLES = {"good": "green", "breaks": "bold red", "note": "yellow"}
@@ -57,9 +58,9 @@ def main(options: DoctorOptions) -> int:
         data["fix"] = fixed.as_json()
         terminal.show_fix(options.fix, data["fix"], LogConsole())
     if options.html:
-        _write(options.html, render_page(diagnosis, data))
+        write_text(options.html, render_page(diagnosis, data))
     if options.json:
-        _write(options.json, msgspec.json.format(msgspec.json.encode(data), indent=2).decode() + "\n")
+        write_json(options.json, data)
     low = options.min_hit_rate is not None and data["hit_rate"] < options.min_hit_rate
     return 1 if low or (options.baseline and data["baseline"]["regression"]) else 0
 
@@ -67,7 +68,7 @@ def main(options: DoctorOptions) -> int:
 def _server(options: DoctorOptions) -> int:
     data, code = live_command.examine(options)
     if options.json:
-        _write(options.json, msgspec.json.format(msgspec.json.encode(data), indent=2).decode() + "\n")
+        write_json(options.json, data)
     return code
 
 
@@ -75,14 +76,18 @@ def explain(options: ExplainOptions) -> int:
     """Compare two bodies and say where and why they part."""
     assert options.first is not None
     assert options.second is not None
-    prompt_starts.explain(options.first, options.second, load_model(options.model, options.chat_template), LogConsole())
+    prompt_starts.explain(
+        options.first, options.second, load_tokenizer_and_template(options.model, options.chat_template), LogConsole()
+    )
     return 0
 
 
 def _serve_flags(options: DoctorOptions) -> int:
     """Examine a server's command line, with a log for what its prompts are like; 1 where something is wrong."""
     console = LogConsole()
-    typed, found, notes = command_line.examine(options, load_model(options.model, options.chat_template))
+    typed, found, notes = command_line.examine(
+        options, load_tokenizer_and_template(options.model, options.chat_template)
+    )
     lines = [("breaks" if pitfall.breaks else "note", str(pitfall)) for pitfall in found]
     lines += [("breaks", said) for said in typed.unknown]
     lines += [("note", said) for said in notes]
@@ -98,7 +103,7 @@ def _serve_flags(options: DoctorOptions) -> int:
             "unknown": typed.unknown,
             "notes": notes,
         }
-        _write(options.json, msgspec.json.format(msgspec.json.encode(data), indent=2).decode() + "\n")
+        write_json(options.json, data)
     return 1 if any(word == "breaks" for word, _ in lines) else 0
 
 
@@ -114,13 +119,13 @@ def _template(name: str, json: str | None) -> int:
             if text:
                 console.print(Text(f"          {title}: {text!r}", style="dim"))
     if json:
-        _write(json, msgspec.json.format(msgspec.json.encode(list(template.as_json(checks))), indent=2).decode() + "\n")
+        write_json(json, list(template.as_json(checks)))
     return 1 if any(check.problem and check.breaks for check in checks) else 0
 
 
 def _load(options: DoctorOptions, seen: Callable[[int], None]) -> Log:
     assert options.log is not None
-    return load(options.log, load_model(options.model, options.chat_template), seen)
+    return load(options.log, load_tokenizer_and_template(options.model, options.chat_template), seen)
 
 
 def examine(options: DoctorOptions) -> Diagnosis:
@@ -136,11 +141,3 @@ def examine(options: DoctorOptions) -> Diagnosis:
             cache_tokens=options.cache_tokens,
             advance=lambda what: progress.update(task, description=what, total=None),
         )
-
-
-def _write(path: str, text: str) -> None:
-    try:
-        Path(path).parent.mkdir(parents=True, exist_ok=True)
-        Path(path).write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"cannot write {path}: {error.strerror}") from None

@@ -6,7 +6,6 @@ import re
 import shlex
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from importlib.resources import files
 from pathlib import Path
 from statistics import median
 from typing import Any, TypeVar
@@ -15,13 +14,13 @@ from anaphora.advice import template_checks, vllm_flags
 from anaphora.advice.server_flags import USUAL_BLOCK, Pitfall, Setup, pitfalls
 from anaphora.config import parse_bytes, parse_count
 from anaphora.errors import AnaphoraError, ConfigError
-from anaphora.text.chat_template import ChatTemplate
+from anaphora.text.chat_template import ChatTemplate, default_template
 from anaphora.text.tokenizer import read_object
-from anaphora.tools.doctor.live.figures import version_of
 from anaphora.tools.doctor.options import DoctorOptions
-from anaphora.tools.doctor.read.load import Model
-from anaphora.tools.doctor.read.log_files import read
 from anaphora.tools.lint.template import load_template
+from anaphora.tools.shared.request_log.log_files import read
+from anaphora.tools.shared.server_version import version_of
+from anaphora.tools.shared.tokenizer_and_template import TokenizerAndTemplate
 
 T = TypeVar("T")
 
@@ -146,7 +145,7 @@ def _begin(words: list[str]) -> tuple[int, str, str | None]:
     return 0, next(others, "llama.cpp" if "-m" in words else "vllm") if alone else "vllm", None
 
 
-def examine(options: DoctorOptions, model: Model) -> tuple[Typed, list[Pitfall], list[str]]:
+def examine(options: DoctorOptions, model: TokenizerAndTemplate) -> tuple[Typed, list[Pitfall], list[str]]:
     """The command line, what is wrong with it, and what could not be looked at."""
     assert options.serve_flags is not None
     typed = read_command(options.serve_flags)
@@ -224,8 +223,7 @@ def _template(typed: Typed, options: DoctorOptions, notes: list[str]) -> ChatTem
             notes.append(f"the chat template was not looked at: {error.message}")
             return None
     if typed.model is None and typed.engine == "anaphora":
-        source = files("anaphora.text").joinpath("templates/chatml.jinja").read_text(encoding="utf-8")
-        return ChatTemplate(source, {})
+        return ChatTemplate(default_template(), {})
     what = f"that of {typed.model} is not on this machine" if typed.model else "no model is named"
     notes.append(f"the chat template was not looked at: {what}; give --template FILE or --model FOLDER")
     return None
@@ -249,7 +247,7 @@ def _pool(typed: Typed, block: int, config: dict[str, Any]) -> int | None:
     return int(size // (layers * values * width)) if values else None
 
 
-def _facts(options: DoctorOptions, model: Model) -> tuple[int | None, float]:
+def _facts(options: DoctorOptions, model: TokenizerAndTemplate) -> tuple[int | None, float]:
     """From the log, where there is one: the usual length of a system text, the share that asks for prompt_logprobs."""
     if options.log is None or options.log == "-":
         return None, 0.0

@@ -11,14 +11,15 @@ from typing import Any
 import pytest
 
 from anaphora.tools.doctor.price.diagnose import diagnose
-from anaphora.tools.doctor.read.load import Model, from_bodies, load_model
+from anaphora.tools.doctor.read.load import from_bodies
+from anaphora.tools.shared.tokenizer_and_template import TokenizerAndTemplate, load_tokenizer_and_template
 from tests.tools.doctor import logs
 from tests.tools.doctor.logs import Body
 
 
 @pytest.fixture(scope="module")
-def model() -> Model:
-    return load_model(None, None)
+def model() -> TokenizerAndTemplate:
+    return load_tokenizer_and_template(None, None)
 
 
 def chats(**more: Any) -> list[Body]:
@@ -245,7 +246,7 @@ CLEAN: list[Callable[[], list[Body]]] = [
 
 
 @pytest.mark.parametrize("make", CLEAN, ids=lambda make: make.__name__)
-def test_nothing_to_mend(make: Callable[[], list[Body]], model: Model) -> None:
+def test_nothing_to_mend(make: Callable[[], list[Body]], model: TokenizerAndTemplate) -> None:
     bodies = make()
     diagnosis = diagnose(from_bodies(bodies, model))
     assert len(diagnosis.log.prompts) == len(bodies)

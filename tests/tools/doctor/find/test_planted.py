@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from anaphora.tools.doctor.price.diagnose import Break, Diagnosis, diagnose
-from anaphora.tools.doctor.read.load import Model, from_bodies, load_model
+from anaphora.tools.doctor.read.load import from_bodies
+from anaphora.tools.shared.tokenizer_and_template import TokenizerAndTemplate, load_tokenizer_and_template
 from tests.tools.doctor import logs
 from tests.tools.doctor.logs import Body
 
@@ -19,11 +20,11 @@ START = datetime(2026, 11, 29, 10, 15, 2)
 
 
 @pytest.fixture(scope="module")
-def model() -> Model:
-    return load_model(None, None)
+def model() -> TokenizerAndTemplate:
+    return load_tokenizer_and_template(None, None)
 
 
-def examined(bodies: list[Body], model: Model) -> tuple[Diagnosis, list[Break]]:
+def examined(bodies: list[Body], model: TokenizerAndTemplate) -> tuple[Diagnosis, list[Break]]:
     diagnosis = diagnose(from_bodies(bodies, model))
     return diagnosis, [item for item in diagnosis.breaks if item.status == "confirmed"]
 
@@ -66,7 +67,7 @@ def close(item: Break, broken: list[Body], mended: list[Body]) -> bool:
 
 
 @pytest.mark.parametrize("name", SLOTS)
-def test_a_line_that_changes_with_each_request(name: str, model: Model) -> None:
+def test_a_line_that_changes_with_each_request(name: str, model: TokenizerAndTemplate) -> None:
     kind, place, line, value = SLOTS[name]
     broken, mended, second = planted(line, place, value)
     diagnosis, found = examined(broken, model)
@@ -83,7 +84,7 @@ def test_a_line_that_changes_with_each_request(name: str, model: Model) -> None:
     assert diagnosis.before.hit_rate == pytest.approx(1 - logs.computed(broken)[1] / logs.computed(broken)[0], abs=0.02)
 
 
-def test_tools_in_another_order(model: Model) -> None:
+def test_tools_in_another_order(model: TokenizerAndTemplate) -> None:
     tools = [logs.tool(f"tool_{name}") for name in "abcdefgh"]
     rng = random.Random(3)
     broken = [
@@ -96,7 +97,7 @@ def test_tools_in_another_order(model: Model) -> None:
     assert close(found[0], broken, mended)
 
 
-def test_key_order_in_tool_schemas(model: Model) -> None:
+def test_key_order_in_tool_schemas(model: TokenizerAndTemplate) -> None:
     tools = [logs.tool(f"tool_{name}") for name in "abcd"]
     turned = [{"type": t["type"], "function": dict(reversed(t["function"].items()))} for t in tools]
     bodies = logs.interleaved(logs.conversations(turns=2))
@@ -107,7 +108,7 @@ def test_key_order_in_tool_schemas(model: Model) -> None:
     assert close(found[0], broken, [{**body, "tools": tools} for body in bodies])
 
 
-def test_a_date_at_midnight(model: Model) -> None:
+def test_a_date_at_midnight(model: TokenizerAndTemplate) -> None:
     bodies = logs.interleaved(logs.conversations(count=12, turns=4))
     days = ["2026-09-14"] * 30 + ["2026-09-15"] * (len(bodies) - 30)
     broken = [logs.with_system(b, lambda c, d=day: f"Date: {d}\n{c}") for b, day in zip(bodies, days, strict=True)]
@@ -135,7 +136,7 @@ def test_a_date_at_midnight(model: Model) -> None:
     ],
 )
 def test_a_line_that_changes_with_each_conversation(
-    kind: str, line: str, value: Callable[[int], str], model: Model
+    kind: str, line: str, value: Callable[[int], str], model: TokenizerAndTemplate
 ) -> None:
     made = logs.conversations(count=24, turns=3)
     texts = [line.format(value(number)) for number in range(len(made))]
@@ -155,7 +156,7 @@ def documents(number: int) -> str:
     return "\n\n".join(f"[{i}] {logs.sentence(rng, 60)}." for i in range(3))
 
 
-def test_retrieved_documents_in_the_system_text(model: Model) -> None:
+def test_retrieved_documents_in_the_system_text(model: TokenizerAndTemplate) -> None:
     bodies = logs.interleaved(logs.conversations(count=10, turns=5))
     texts = [f"<context>\n{documents(n)}\n</context>" for n in range(len(bodies))]
     broken = [logs.with_system(b, lambda c, t=t: f"{c}\n{t}") for b, t in zip(bodies, texts, strict=True)]
@@ -165,7 +166,7 @@ def test_retrieved_documents_in_the_system_text(model: Model) -> None:
     assert close(found[0], broken, mended)
 
 
-def test_a_window_of_the_last_messages(model: Model) -> None:
+def test_a_window_of_the_last_messages(model: TokenizerAndTemplate) -> None:
     made = logs.conversations(count=8, turns=14)
     broken = logs.interleaved(
         [{"messages": [b["messages"][0], *b["messages"][1:][-10:]]} for b in bodies] for bodies in made
@@ -184,7 +185,7 @@ def test_a_window_of_the_last_messages(model: Model) -> None:
     assert close(found[0], broken, logs.interleaved(mended))
 
 
-def test_old_messages_cut_short(model: Model) -> None:
+def test_old_messages_cut_short(model: TokenizerAndTemplate) -> None:
     made = logs.conversations(count=6, turns=10)
 
     def cut(body: Body) -> Body:
@@ -208,7 +209,7 @@ def calling(arguments: str) -> Body:
 
 
 @pytest.mark.parametrize("nested", [False, True])
-def test_arguments_written_again_with_other_key_order(nested: bool, model: Model) -> None:
+def test_arguments_written_again_with_other_key_order(nested: bool, model: TokenizerAndTemplate) -> None:
     def messages(number: int, turn: int) -> list[Body]:
         rng = random.Random(number)
         made: list[Any] = [logs.system(logs.rules())]
@@ -231,7 +232,7 @@ def test_arguments_written_again_with_other_key_order(nested: bool, model: Model
     assert "arguments" in found[0].finding.path
 
 
-def test_two_breaks_share_the_cost(model: Model) -> None:
+def test_two_breaks_share_the_cost(model: TokenizerAndTemplate) -> None:
     broken, mended = [], []
     for number, body in enumerate(logs.interleaved(logs.conversations())):
         name, now = f"[Request ID: {hex_id(16)(number)}]", f"Current time: {moment(number).isoformat()}"
@@ -249,7 +250,7 @@ def test_two_breaks_share_the_cost(model: Model) -> None:
     assert diagnosis.before.computed - diagnosis.best.computed == sum(item.tokens_lost for item in found)
 
 
-def test_messages_that_come_back_without_their_last_line_break(model: Model) -> None:
+def test_messages_that_come_back_without_their_last_line_break(model: TokenizerAndTemplate) -> None:
     made = logs.conversations(count=8, turns=5)
 
     def fresh(body: Body) -> Body:
@@ -265,7 +266,7 @@ def test_messages_that_come_back_without_their_last_line_break(model: Model) -> 
     assert close(found[0], broken, logs.interleaved(made))
 
 
-def test_a_time_in_old_messages(model: Model) -> None:
+def test_a_time_in_old_messages(model: TokenizerAndTemplate) -> None:
     made = logs.conversations(count=6, turns=6)
 
     def aged(body: Body) -> Body:
@@ -281,7 +282,7 @@ def test_a_time_in_old_messages(model: Model) -> None:
     assert close(found[0], broken, logs.interleaved(made))
 
 
-def test_a_summary_that_is_written_anew(model: Model) -> None:
+def test_a_summary_that_is_written_anew(model: TokenizerAndTemplate) -> None:
     rng = random.Random(4)
     made = []
     for bodies in logs.conversations(count=6, turns=8):
@@ -298,13 +299,13 @@ def test_a_summary_that_is_written_anew(model: Model) -> None:
     assert found[0].finding.message == 1
 
 
-def test_a_second_bos_token_now_and_then(model: Model) -> None:
+def test_a_second_bos_token_now_and_then(model: TokenizerAndTemplate) -> None:
     text = f"{logs.rules(1, 30)}\nQuestion"
     diagnosis, _ = examined([{"prompt": f"{'<s>' * (1 + n % 2)}{text} {n}:"} for n in range(12)], model)
     assert "double_bos" in [item.finding.kind for item in diagnosis.breaks]
 
 
-def test_a_template_in_the_user_message(model: Model) -> None:
+def test_a_template_in_the_user_message(model: TokenizerAndTemplate) -> None:
     rng = random.Random(2)
     heads = [f"Ticket {rng.randrange(10**6)} of {logs.sentence(rng, 4)}" for _ in range(25)]
     broken = [{"messages": [logs.user(f"{head}\n\n{logs.rules(3, 25)}\nAnswer now.")]} for head in heads]
@@ -315,7 +316,7 @@ def test_a_template_in_the_user_message(model: Model) -> None:
     assert close(found[0], broken, mended)
 
 
-def test_one_conversation_open_at_midnight_is_priced(model: Model) -> None:
+def test_one_conversation_open_at_midnight_is_priced(model: TokenizerAndTemplate) -> None:
     day, night = logs.conversations(count=30, turns=1), logs.conversations(count=1, turns=30, seed=5)[0]
     bodies = [*(bodies[0] for bodies in day), *night]
     dates = ["2026-09-14"] * 59 + ["2026-09-15"]
@@ -326,7 +327,7 @@ def test_one_conversation_open_at_midnight_is_priced(model: Model) -> None:
     assert found[0].tokens_lost > 2000
 
 
-def test_other_spaces_in_old_messages(model: Model) -> None:
+def test_other_spaces_in_old_messages(model: TokenizerAndTemplate) -> None:
     made = logs.conversations(count=5, turns=5)
 
     def stored(body: Body) -> Body:
@@ -341,7 +342,7 @@ def test_other_spaces_in_old_messages(model: Model) -> None:
 
 
 @pytest.mark.parametrize("change", [lambda t: t.replace("\n", "\r\n"), lambda t: f"{t}\n", lambda t: f" {t}"])
-def test_other_spaces_in_the_system_text(change: Callable[[str], str], model: Model) -> None:
+def test_other_spaces_in_the_system_text(change: Callable[[str], str], model: TokenizerAndTemplate) -> None:
     made = logs.conversations(count=5, turns=4)
     broken = [
         logs.with_system(body, change if turn % 2 else str) for bodies in made for turn, body in enumerate(bodies)
@@ -366,7 +367,7 @@ def rounds(number: int, steps: int, seed: int | None) -> Body:
     return {"messages": messages}
 
 
-def test_results_with_their_keys_in_another_order_each_turn(model: Model) -> None:
+def test_results_with_their_keys_in_another_order_each_turn(model: TokenizerAndTemplate) -> None:
     broken = logs.interleaved([[rounds(n, step, n * 10 + step) for step in range(6)] for n in range(4)])
     diagnosis, found = examined(broken, model)
     assert [(item.finding.kind, item.finding.role) for item in found] == [("key_order", "tool")]
@@ -376,7 +377,7 @@ def test_results_with_their_keys_in_another_order_each_turn(model: Model) -> Non
     assert diagnosis.best.hit_rate == pytest.approx(truth, abs=0.01)
 
 
-def test_a_subset_of_the_tools_in_each_request(model: Model) -> None:
+def test_a_subset_of_the_tools_in_each_request(model: TokenizerAndTemplate) -> None:
     tools = [logs.tool(f"tool_{name}") for name in "abcdefgh"]
     bodies = logs.interleaved(logs.conversations(count=6, turns=3, head=logs.rules(lines=20)))
     some = [sorted(random.Random(n).sample(range(8), 5)) for n in range(len(bodies))]
@@ -389,7 +390,7 @@ def test_a_subset_of_the_tools_in_each_request(model: Model) -> None:
     assert diagnosis.best.computed == truth.computed
 
 
-def test_two_applications_in_one_log_have_a_break_each(model: Model) -> None:
+def test_two_applications_in_one_log_have_a_break_each(model: TokenizerAndTemplate) -> None:
     first = logs.conversations(count=5, turns=3, head=logs.rules(0, 25))
     second = logs.conversations(count=5, turns=3, head=logs.rules(5, 25), seed=9)
     bodies = logs.interleaved([*first, *second])
@@ -406,7 +407,7 @@ def test_two_applications_in_one_log_have_a_break_each(model: Model) -> None:
     assert sum(item.tokens_lost for item in found) == pytest.approx(truth, rel=0.15)
 
 
-def test_a_time_in_the_first_message_of_many_conversations(model: Model) -> None:
+def test_a_time_in_the_first_message_of_many_conversations(model: TokenizerAndTemplate) -> None:
     notes = logs.rules(4, 25).replace("\n", " ")
     broken, mended = [], []
     for number, body in enumerate(logs.interleaved(logs.conversations(count=8, turns=3))):
@@ -424,7 +425,7 @@ def test_a_time_in_the_first_message_of_many_conversations(model: Model) -> None
     assert close(found[0], broken, mended)
 
 
-def test_blocks_of_one_system_text_that_say_the_same_are_not_compared(model: Model) -> None:
+def test_blocks_of_one_system_text_that_say_the_same_are_not_compared(model: TokenizerAndTemplate) -> None:
     lines = logs.rules(5, 24).split("\n")
     broken, mended = [], []
     for number, body in enumerate(logs.interleaved(logs.conversations(head="-"))):
@@ -438,7 +439,7 @@ def test_blocks_of_one_system_text_that_say_the_same_are_not_compared(model: Mod
     assert close(found[0], broken, mended)
 
 
-def test_tools_in_another_order_behind_a_system_text_with_a_time(model: Model) -> None:
+def test_tools_in_another_order_behind_a_system_text_with_a_time(model: TokenizerAndTemplate) -> None:
     tools = [logs.tool(f"tool_{name}") for name in "abcdef"]
     rng = random.Random(8)
     broken, mended = [], []
@@ -454,7 +455,7 @@ def test_tools_in_another_order_behind_a_system_text_with_a_time(model: Model) -
     assert sum(item.tokens_lost for item in found) == diagnosis.before.computed - diagnosis.best.computed
 
 
-def test_the_required_arguments_of_a_tool_written_from_a_set(model: Model) -> None:
+def test_the_required_arguments_of_a_tool_written_from_a_set(model: TokenizerAndTemplate) -> None:
     def tools(required: list[str]) -> list[Body]:
         made = [logs.tool(f"tool_{name}") for name in "abcdefgh"]
         made[0]["function"]["parameters"] |= {"required": required}
@@ -470,7 +471,7 @@ def test_the_required_arguments_of_a_tool_written_from_a_set(model: Model) -> No
     assert found[0].tokens_lost == pytest.approx(truth, rel=0.15)
 
 
-def test_two_breaks_close_together_leave_the_system_text_together(model: Model) -> None:
+def test_two_breaks_close_together_leave_the_system_text_together(model: TokenizerAndTemplate) -> None:
     """The tail of the system text is as good as any place for one of them while the other stands there."""
     broken, mended = [], []
     for number, body in enumerate(logs.interleaved(logs.conversations(count=10, turns=4, head=logs.rules(lines=20)))):

@@ -7,7 +7,8 @@ from collections.abc import Callable
 import pytest
 
 from anaphora.tools.doctor.price.diagnose import Break, diagnose
-from anaphora.tools.doctor.read.load import Model, from_bodies, load_model
+from anaphora.tools.doctor.read.load import from_bodies
+from anaphora.tools.shared.tokenizer_and_template import TokenizerAndTemplate, load_tokenizer_and_template
 from tests.tools.doctor import logs, plants
 from tests.tools.doctor.logs import Body
 from tests.tools.doctor.plants import Plant
@@ -17,8 +18,8 @@ COUNT, TURNS = 6, 2
 
 
 @pytest.fixture(scope="module")
-def model() -> Model:
-    return load_model(None, None)
+def model() -> TokenizerAndTemplate:
+    return load_tokenizer_and_template(None, None)
 
 
 def at_head(line: str) -> str:
@@ -38,11 +39,11 @@ def in_a_sentence(line: str) -> str:
 PLACES = (at_head, in_the_middle, in_a_sentence)
 
 
-def examined(bodies: list[Body], model: Model) -> list[Break]:
+def examined(bodies: list[Body], model: TokenizerAndTemplate) -> list[Break]:
     return [item for item in diagnose(from_bodies(bodies, model)).breaks if item.status == "confirmed"]
 
 
-def check(plant: Plant, numbers: list[int], place: Callable[[str], str], model: Model) -> None:
+def check(plant: Plant, numbers: list[int], place: Callable[[str], str], model: TokenizerAndTemplate) -> None:
     """``numbers`` has the number of the value in each request."""
     lines = [plant.line.replace("{}", plant.value(number)) for number in numbers]
     bodies = logs.interleaved(logs.conversations(count=COUNT, turns=TURNS, head=RULES))
@@ -77,5 +78,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("plant", "numbers"), CASES, ids=[f"{i}-{plant.name}" for i, (plant, _) in enumerate(CASES)])
-def test_class_place_and_cost(plant: Plant, numbers: list[int], model: Model, request: pytest.FixtureRequest) -> None:
+def test_class_place_and_cost(
+    plant: Plant, numbers: list[int], model: TokenizerAndTemplate, request: pytest.FixtureRequest
+) -> None:
     check(plant, numbers, PLACES[int(request.node.callspec.id.split("-")[0]) % len(PLACES)], model)

@@ -12,11 +12,12 @@ from rich.console import Console
 
 from anaphora.errors import ConfigError
 from anaphora.tools.doctor import DoctorOptions, run
-from anaphora.tools.doctor.live.figures import figures, version_of
+from anaphora.tools.doctor.live.figures import figures
 from anaphora.tools.doctor.live.next_steps import advise
 from anaphora.tools.doctor.live.sampling import Seen
 from anaphora.tools.doctor.live.terminal import show
 from anaphora.tools.shared.metrics_page import parse
+from anaphora.tools.shared.server_version import version_of
 from tests.tools.doctor import pages
 
 

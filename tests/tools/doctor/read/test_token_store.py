@@ -11,12 +11,12 @@ from hypothesis import strategies as st
 
 from anaphora.cache.hashing import pack, unpack
 from anaphora.text.tokenizer import Tokenizer
-from anaphora.tools.doctor.read.load import load_model
 from anaphora.tools.doctor.read.token_store import Store
 from anaphora.tools.shared.simulate import LimitedCache, UnlimitedCache
+from anaphora.tools.shared.tokenizer_and_template import load_tokenizer_and_template
 from tests.support import vocabularies
 
-TOKENIZER = load_model(None, None).tokenizer
+TOKENIZER = load_tokenizer_and_template(None, None).tokenizer
 LETTERS = ("a", "Word", "1", "42", "- x", "é", "漢", "'s", "²", "{", ".")
 SPACES = (" ", "\n", "\n\n", "\t", "\r\n")
 PARTS = st.lists(st.sampled_from([*LETTERS, *SPACES, "<|im_start|>", "<|im_end|>"]), max_size=14)

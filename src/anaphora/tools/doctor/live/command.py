@@ -12,7 +12,7 @@ from anaphora.tools.doctor.live.figures import figures
 from anaphora.tools.doctor.live.next_steps import advise, judged
 from anaphora.tools.doctor.live.sampling import observe
 from anaphora.tools.doctor.options import DoctorOptions
-from anaphora.tools.doctor.show.console import LogConsole
+from anaphora.tools.shared.console import LogConsole
 
 
 def examine(options: DoctorOptions) -> tuple[dict[str, Any], int]:

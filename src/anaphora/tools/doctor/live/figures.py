@@ -6,12 +6,12 @@ None stands for "unknown" throughout: a figure that the server does not tell is 
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Iterator
 from typing import Any
 
 from anaphora.tools.doctor.live.sampling import Seen
 from anaphora.tools.shared.metrics_page import HIT_RATE_GAUGE, MOST, Growth, Hits, Page, hits, number
+from anaphora.tools.shared.server_version import version_of
 
 NAMES = {"anaphora": "Anaphora", "vllm": "vLLM", "sglang": "SGLang", "llamacpp": "llama.cpp"}
 
@@ -54,14 +54,6 @@ def figures(seen: Seen) -> dict[str, Any]:
         "sizes": _sizes(Growth(last)),
     }
     return data | {"notes": list(_notes(seen, data))}
-
-
-def version_of(text: str | None) -> tuple[int, int, int] | None:
-    """A released version as numbers; None for builds from a branch (0.1.dev20051), which tell no age."""
-    match = re.match(r"v?(\d{1,9})\.(\d{1,9})(?:\.(\d{1,9}))?(.*)", text or "")
-    if not match or ("dev" in match[4] and (int(match[1]), int(match[2])) < (0, 2)):
-        return None
-    return int(match[1]), int(match[2]), int(match[3] or 0)
 
 
 # --- The settings ----------------------------------------------------------------------------------------------------

@@ -10,9 +10,9 @@ import msgspec
 
 from anaphora.text.chat_template import ChatTemplate
 from anaphora.text.outline import NOBODY, TOOLS, Skeleton, Skeletons, texts_of, tool_text
-from anaphora.tools.doctor.read.bodies import Logged
 from anaphora.tools.doctor.read.prompts import TEMPLATE, Prompt, Run, Segment
 from anaphora.tools.doctor.read.token_store import Store
+from anaphora.tools.shared.request_log.bodies import Logged
 
 LEAST_VARIABLE = 4
 _ROLES = frozenset({"system", "developer", "user", "assistant", "tool"})

@@ -14,7 +14,7 @@ from hashlib import blake2b
 
 from anaphora.cache.hashing import TOKEN_BYTES, pack
 from anaphora.text.tokenizer import Tokenizer
-from anaphora.tools.doctor.read.logged_answers import Answer
+from anaphora.tools.shared.request_log.logged_answers import Answer
 
 _STARTS = r"[A-Za-zÀ-ÖØ-öø-ɏͰ-ϿЀ-ӿ\u3041-\u30fa\u4e00-\u9fff\uac00-\ud7a3]|[#*<{\-|>\[(\"]"
 """What a line begins with where it may be cut; digits are taken out first by some tokenizers."""

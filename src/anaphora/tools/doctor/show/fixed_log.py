@@ -16,9 +16,9 @@ from anaphora.tools.doctor.find.changed_history import HistoryStage
 from anaphora.tools.doctor.find.moves import PLACES, SlotMoves
 from anaphora.tools.doctor.find.tool_definitions import ToolStage
 from anaphora.tools.doctor.price.diagnose import Diagnosis
-from anaphora.tools.doctor.read.log_files import read
 from anaphora.tools.doctor.read.prompts import Prompt
 from anaphora.tools.doctor.read.render import Renderer
+from anaphora.tools.shared.request_log.log_files import read
 
 _STEP = re.compile(r"([A-Za-z_]+)|\[(\d+)\]")
 _ORIGIN = re.compile(r"(\w+)\[(\d+)\]")

@@ -17,11 +17,12 @@ from anaphora.text import outline
 from anaphora.tools.doctor.find.patterns import common_prefix, matching
 from anaphora.tools.doctor.options import DoctorOptions
 from anaphora.tools.doctor.price import diagnose
-from anaphora.tools.doctor.read.load import Log, Model, from_bodies
+from anaphora.tools.doctor.read.load import Log, from_bodies
 from anaphora.tools.doctor.read.prompts import Prompt
 from anaphora.tools.doctor.show import terminal
 from anaphora.tools.doctor.show.report import as_json
 from anaphora.tools.doctor.show.terminal import marked
+from anaphora.tools.shared.tokenizer_and_template import TokenizerAndTemplate
 
 LENGTH = 200
 MOST = 20
@@ -83,7 +84,7 @@ def _text(log: Log, prompt: Prompt) -> str:
     return "".join(map(log.store.piece_texts.__getitem__, prompt.pieces))
 
 
-def explain(first: str, second: str, model: Model, console: Console) -> dict[str, Any]:
+def explain(first: str, second: str, model: TokenizerAndTemplate, console: Console) -> dict[str, Any]:
     """Where and why the second body's prompt stops reusing the first's; prints it and returns the figures."""
     log = from_bodies([_read(first), _read(second)], model)
     if len(log.prompts) != 2:

@@ -12,8 +12,8 @@ from typing import IO, Any, cast
 import msgspec
 
 from anaphora.errors import ConfigError
-from anaphora.tools.doctor.read.bodies import Logged, NotARequest, requests_of
-from anaphora.tools.doctor.read.vllm_log import VllmLog
+from anaphora.tools.shared.request_log.bodies import Logged, NotARequest, requests_of
+from anaphora.tools.shared.request_log.vllm_log import VllmLog
 
 _NOTHING = object()
 _ADDRESS = re.compile(r"[\w.-]+:\d+")

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any
 
-from anaphora.tools.doctor.read import otel_spans
-from anaphora.tools.doctor.read.logged_answers import Answer, answer_of
+from anaphora.tools.shared.request_log import otel_spans
+from anaphora.tools.shared.request_log.logged_answers import Answer, answer_of
 from anaphora.tools.shared.usage import Usage, usage_of
 
 _TIME_KEYS = ("time", "timestamp", "t", "arrival", "ts", "created", "created_at", "start_time", "startTime")
