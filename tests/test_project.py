@@ -37,3 +37,10 @@ def test_no_install_file_names_a_registry() -> None:
     for name in ("constraints.txt", "pyproject.toml", "Makefile", ".ci/run", ".pre-commit-config.yaml"):
         text = (ROOT / name).read_text("utf-8")
         assert not re.search(r"https?://|--(extra-)?index-url|--find-links", text), name
+
+
+def test_every_folder_of_the_package_is_installed() -> None:
+    # setuptools leaves out a folder without __init__.py, and all that lies below it.
+    package = ROOT / "src" / "anaphora"
+    with_code = {folder for path in package.rglob("*.py") for folder in path.parents if folder.is_relative_to(package)}
+    assert [folder for folder in sorted(with_code) if not (folder / "__init__.py").is_file()] == []

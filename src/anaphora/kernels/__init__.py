@@ -1,0 +1,1 @@
+"""Arithmetic without a plan: compiled kernels, which import nothing of the package except its errors."""
