@@ -18,6 +18,7 @@ import triton
 from anaphora.attention import gpu as backend_module
 from anaphora.attention import gpu_plan
 from anaphora.attention.base import KVLayout, LayerOptions, QueryRange, StepLayout
+from anaphora.attention.gpu_tiles import TileConfig
 from anaphora.types.batch import PrefixGroup
 
 LAYOUT = KVLayout(8, 128, 128)  # Qwen3-8B
@@ -118,26 +119,34 @@ def gate() -> list[tuple[int, int, float, float]]:
 
 
 def tune() -> None:
-    shapes = backend_module._shapes
+    shapes = backend_module.tile_configs
     small, large = shapes(LAYOUT, 4, 2)
     small_trials = [(16, n, w, 3) for n in (32, 64, 128) for w in (1, 2, 4)] + [(16, 64, 4, 4), (16, 128, 4, 2)]
     large_trials = [(128, n, 8, s) for n in (64, 128) for s in (2, 3, 4)]
     large_trials += [(64, 64, 4, 3), (64, 128, 4, 2), (128, 64, 4, 3)]
-    trials = [("small", backend_module._Shape(*trial)) for trial in small_trials]
-    trials += [("large", backend_module._Shape(*trial)) for trial in large_trials]
+    trials = [("small", TileConfig(*trial)) for trial in small_trials]
+    trials += [("large", TileConfig(*trial)) for trial in large_trials]
     work = {
         "small": ("decode 1 x 2528", "decode 256", "decode 512"),
         "large": ("decode 256", "decode 512", "6 prompts of 2420", "hit: 132 over 2288"),
     }
     for kind, shape in trials:
-        backend_module._shapes = lambda *_: (shape, large) if kind == "small" else (small, shape)  # noqa: B023
+        backend_module.tile_configs = lambda *_: (shape, large) if kind == "small" else (small, shape)  # noqa: B023
         try:
             times = [(name, time_layer(*CASES[name])) for name in work[kind]]
         except Exception as error:  # too large a tile for the processor
             print(kind, shape, str(error)[:90].replace("\n", " "), flush=True)
             continue
-        print(kind, shape.m, shape.n, shape.warps, shape.stages, *(f"{t:8.1f}" for _, t in times), flush=True)
-    backend_module._shapes = shapes
+        print(
+            kind,
+            shape.block_m,
+            shape.block_n,
+            shape.num_warps,
+            shape.num_stages,
+            *(f"{t:8.1f}" for _, t in times),
+            flush=True,
+        )
+    backend_module.tile_configs = shapes
 
 
 def main() -> None:

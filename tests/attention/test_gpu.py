@@ -7,8 +7,7 @@ import dataclasses
 import pytest
 import torch
 
-from anaphora.attention import gpu_plan
-from anaphora.attention import graph_buffers as fixed_module
+from anaphora.attention import gpu_plan, graph_buffers
 from anaphora.attention.base import FLOAT8, KVLayout, LayerOptions, StepLayout, backend_class
 from anaphora.errors import ConfigError
 from anaphora.types.batch import BlockCopy, PrefixGroup
@@ -126,39 +125,39 @@ def test_a_tree_of_groups(dtype: torch.dtype) -> None:
 
 
 def test_long_ranges_are_cut_and_merged(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpu_plan, "MIN_SPLIT_TOKENS", 16)
-    monkeypatch.setattr("anaphora.attention.gpu.PROGRAMS_PER_PROCESSOR", 32)
+    monkeypatch.setattr(gpu_plan, "MIN_SPLIT_KEYS", 16)
+    monkeypatch.setattr("anaphora.attention.gpu.PROGRAMS_PER_SM", 32)
     sinks = torch.tensor([-1.0, 0.5, 2.0, 3.0], device=DEVICE)
     shape = Shape(KVLayout(2, 64, 64), 4)
     check(make_step(shape, TREE, LayerOptions(0.125, sinks=sinks)), dtype, TREE_GROUPS)
     check(make_step(shape, TREE, LayerOptions(0.125, window=21)), dtype, TREE_GROUPS)
 
 
-class Fixed:
+class GraphPlanned:
     """A backend that plans as for a CUDA graph."""
 
-    def __init__(self, backend: TritonAttention, tiles: bool) -> None:
-        backend.reserve(16)
+    def __init__(self, backend: TritonAttention, large_tiles: bool) -> None:
+        backend.reserve_graphs(16)
         self._backend = backend
-        self._tiles = tiles
+        self._large_tiles = large_tiles
         self.run = backend.run
 
     def plan(self, layout: StepLayout) -> None:
-        assert self._backend.plan_fixed(layout, len(layout.slot_mapping), self._tiles) is self._tiles
+        assert self._backend.plan_graph(layout, len(layout.slot_mapping), self._large_tiles) is self._large_tiles
 
 
 def test_lists_in_fixed_buffers(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     shape = Shape(KVLayout(1, 64, 64), heads=12)
     step = rounded(make_step(shape, [*TREE[:5], TREE[1]], LayerOptions(0.125)), dtype)
     backend = backend_class("cuda")([shape.layout], 60, shape.block_size, dtype, DEVICE)
-    fixed = Fixed(backend, tiles=True)
+    planned = GraphPlanned(backend, large_tiles=True)
     groups = (PrefixGroup(0, 2, (0, 1, 2, 3, 5)), PrefixGroup(2, 4, (0, 1, 5)))
-    run(step, fixed, backend.pools[0], dtype)  # to learn the shapes of the layers
-    assert error(run(step, fixed, backend.pools[0], dtype), step.expected()) < TOLERANCE[dtype]
-    assert error(run(step, fixed, backend.pools[0], dtype, groups), step.expected()) < TOLERANCE[dtype]
-    monkeypatch.setattr(fixed_module, "TABLE_ENTRIES", 10)
+    run(step, planned, backend.pools[0], dtype)  # to learn the shapes of the layers
+    assert error(run(step, planned, backend.pools[0], dtype), step.expected()) < TOLERANCE[dtype]
+    assert error(run(step, planned, backend.pools[0], dtype, groups), step.expected()) < TOLERANCE[dtype]
+    monkeypatch.setattr(graph_buffers, "TABLE_ENTRIES", 10)
     layout = StepLayout(torch.zeros(6, dtype=torch.int64, device=DEVICE), tuple(step.queries))
-    assert backend.plan_fixed(layout, 6) is None
+    assert backend.plan_graph(layout, 6) is None
 
 
 def test_a_mixed_batch_in_fixed_buffers(dtype: torch.dtype) -> None:
@@ -171,17 +170,17 @@ def test_a_mixed_batch_in_fixed_buffers(dtype: torch.dtype) -> None:
     )
     step = rounded(make_step(shape, sequences, LayerOptions(0.125)), dtype)
     backend = backend_class("cuda")([shape.layout], 60, shape.block_size, dtype, DEVICE)
-    fixed = Fixed(backend, tiles=True)
-    run(step, fixed, backend.pools[0], dtype)  # to learn the shapes of the layers
+    planned = GraphPlanned(backend, large_tiles=True)
+    run(step, planned, backend.pools[0], dtype)  # to learn the shapes of the layers
     for groups in ((), (PrefixGroup(0, 2, (0, 3)),)):
-        assert error(run(step, fixed, backend.pools[0], dtype, groups), step.expected()) < TOLERANCE[dtype]
+        assert error(run(step, planned, backend.pools[0], dtype, groups), step.expected()) < TOLERANCE[dtype]
 
 
 @pytest.mark.parametrize("grouped", [False, True])
 def test_whether_a_step_has_large_tiles_is_read_off_it(grouped: bool) -> None:
     shape = Shape(KVLayout(1, 64, 64), heads=12)
     backend = backend_class("cuda")([shape.layout], 60, shape.block_size, torch.float32, DEVICE)
-    backend.reserve(16)
+    backend.reserve_graphs(16)
     backend.pools[0].zero_()
     found = []
     for sequences in ((Known(cached=37), Known(cached=40, parent=0, shared=2)), (Known(cached=5), Known(0, new=3))):
@@ -189,10 +188,10 @@ def test_whether_a_step_has_large_tiles_is_read_off_it(grouped: bool) -> None:
         groups = (PrefixGroup(0, 2, (0, 1)),) if grouped else ()
         rows = sum(query.length for query in step.queries)
         layout = StepLayout(torch.zeros(rows, dtype=torch.int64, device=DEVICE), tuple(step.queries), groups)
-        backend.plan_fixed(layout, rows, True)
+        backend.plan_graph(layout, rows, True)
         query, key = (torch.zeros(heads, rows, 64, device=DEVICE) for heads in (12, 1))
         backend.run(0, query, key, key, LayerOptions(0.125))
-        found.append(backend.plan_fixed(layout, rows))
+        found.append(backend.plan_graph(layout, rows))
     assert found == [grouped, True]
 
 
@@ -260,7 +259,9 @@ def any_layer(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_float8_is_refused_where_it_is_not_proven(layout: KVLayout, options: LayerOptions, words: str) -> None:
     step = make_step(Shape(layout, 4), (Known(cached=3),), options)
-    with pytest.raises(ConfigError, match=f"--kv-cache-dtype fp8 does not serve this model: .*{words}.* use auto"):
+    with pytest.raises(
+        ConfigError, match=f"--kv-cache-dtype fp8 is not supported for this model: .*{words}.* use auto"
+    ):
         attend_float8(step)
 
 
@@ -296,7 +297,7 @@ def test_each_vector_is_written_over_its_own_largest_element() -> None:
     keys[1, 2] *= 1000
     values[2, 3] = 0.0
     slots = torch.tensor([3, 17, 20, 33, 40], device=DEVICE)
-    backend._write(layout, backend.pools[0], slots, keys.to(DEVICE), values.to(DEVICE))
+    backend._write(layout, backend.pools[0], slots, keys.to(DEVICE), values.to(DEVICE), len(slots))
     for at, slot in enumerate(slots):
         row = backend.pools[0][slot].cpu()
         wanted = token_row([keys[:, at], values[:, at]], backend.pools[0]).cpu()

@@ -1,4 +1,4 @@
-"""What the work list promises: every row sees each of its keys exactly once, and shared keys are read once a tile."""
+"""What the step list promises: every row sees each of its keys exactly once, and shared keys are read once a tile."""
 
 from __future__ import annotations
 
@@ -12,48 +12,48 @@ from hypothesis import strategies as st
 
 from anaphora.attention import gpu_plan
 from anaphora.attention.base import QueryRange
-from anaphora.attention.gpu_plan import Tiling, WorkList, plan
+from anaphora.attention.gpu_plan import AttentionPlan, Tiling, plan
 from anaphora.core.groups import PrefixGroups
 from anaphora.types.batch import PrefixGroup
 
 BLOCK = 16
-TILING = Tiling(heads_per_group=4, small=16, large=128, programs=33, key_bytes=4096)
+TILING = Tiling(queries_per_kv=4, small_rows=16, large_rows=128, target_programs=33, token_bytes=4096)
 
 
-def seen(work: WorkList, queries: Sequence[QueryRange]) -> dict[int, list[tuple[int, int]]]:
+def seen(step: AttentionPlan, queries: Sequence[QueryRange]) -> dict[int, list[tuple[int, int]]]:
     """For each row its ranges of key positions, each checked to be of its own block table."""
-    found: dict[int, list[tuple[int, int]]] = {int(row): [] for row in range(len(work.positions))}
+    found: dict[int, list[tuple[int, int]]] = {int(row): [] for row in range(len(step.positions))}
     owner = {row: q for q in queries for row in range(q.row, q.row + q.length)}
-    for table, begin, end, lowest, first, length, _, _ in np.concatenate((work.small, work.large)):
-        rows = work.members[first : first + length, 0]
-        assert lowest == work.positions[rows].min()
+    for table, begin, end, lowest, first, length, _, _ in np.concatenate((step.small_items, step.large_items)):
+        rows = step.item_rows[first : first + length, 0]
+        assert lowest == step.positions[rows].min()
         for row in rows.tolist():
-            for position in range(begin, min(end, int(work.positions[row]) + 1), BLOCK):
+            for position in range(begin, min(end, int(step.positions[row]) + 1), BLOCK):
                 index = position // BLOCK
-                assert work.tables[table + index] == owner[row].blocks[index]
+                assert step.tables[table + index] == owner[row].blocks[index]
             if begin < end:
                 found[row].append((int(begin), int(end)))
     return found
 
 
-def check(work: WorkList, queries: Sequence[QueryRange]) -> None:
-    for row, ranges in seen(work, queries).items():
+def check(step: AttentionPlan, queries: Sequence[QueryRange]) -> None:
+    for row, ranges in seen(step, queries).items():
         ranges.sort()
         assert ranges[0][0] == 0
-        assert ranges[-1][1] > work.positions[row]
+        assert ranges[-1][1] > step.positions[row]
         assert all(before[1] == after[0] for before, after in pairwise(ranges))
     parts = []
-    for items in (work.small, work.large):
+    for items in (step.small_items, step.large_items):
         for *_, first, length, part, direct in items.tolist():
             if not direct:
-                parts += (work.members[first : first + length, 1] + part).tolist()
-    merged = [part for _, first, count in work.merges.tolist() for part in range(first, first + count)]
-    assert sorted(parts) == sorted(merged) == list(range(work.parts))
+                parts += (step.item_rows[first : first + length, 1] + part).tolist()
+    merged = [part for _, first, count in step.merges.tolist() for part in range(first, first + count)]
+    assert sorted(parts) == sorted(merged) == list(range(step.num_partials))
 
 
-def reads(work: WorkList) -> int:
+def reads(step: AttentionPlan) -> int:
     """Keys read, once a tile."""
-    return sum(int(end - begin) for _, begin, end, *_ in np.concatenate((work.small, work.large)))
+    return sum(int(end - begin) for _, begin, end, *_ in np.concatenate((step.small_items, step.large_items)))
 
 
 def make(paths: Sequence[Sequence[int]], lengths: Sequence[int]) -> list[QueryRange]:
@@ -101,17 +101,17 @@ def test_the_gate_leaves_out_what_does_not_pay(rows: int, blocks: int, shares: b
     prefix = list(range(1, blocks + 1))
     queries = make([[*prefix, 1000 + slot] for slot in range(rows)], [1] * rows)
     group = PrefixGroup(0, blocks, tuple(range(rows)))
-    work = plan(queries, (group,), BLOCK, TILING)
-    check(work, queries)
-    assert (reads(work) < reads(plan(queries, (), BLOCK, TILING))) == shares
+    step = plan(queries, (group,), BLOCK, TILING)
+    check(step, queries)
+    assert (reads(step) < reads(plan(queries, (), BLOCK, TILING))) == shares
 
 
 def test_a_group_left_out_goes_to_those_below_it() -> None:
     paths = [[1, *range(10, 40), 100 + slot] if slot < 2 else [1, 200 + slot] for slot in range(3)]
     queries = make(paths, [1] * 3)
     groups = (PrefixGroup(0, 1, (0, 1, 2)), PrefixGroup(1, 31, (0, 1)))
-    work = plan(queries, groups, BLOCK, TILING)
-    check(work, queries)
-    together = work.small[work.small[:, 5] == 2]
+    step = plan(queries, groups, BLOCK, TILING)
+    check(step, queries)
+    together = step.small_items[step.small_items[:, 5] == 2]
     assert together[:, 1].min() == 0
     assert together[:, 2].max() == 31 * BLOCK

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch
 from anaphora.attention import base, gpu_plan
 from anaphora.model import memory
 from anaphora.types.batch import BlockCopy, PrefixGroup
-from tests.support.attention import round_to_float8
+from tests.support.attention import poisoned, round_to_float8
 from tests.support.checkpoints import save
 from tests.support.steps import Recorder
 
@@ -90,7 +91,10 @@ def test_a_cache_in_float8_moves_the_logits_a_little(
     monkeypatch.setattr(backend_module, "check_float8", lambda layout, options: None)
     recorder = triton_recorder(folder, monkeypatch, "fp8")
     given = slice(3)  # what follows depends on the tokens that were sampled
-    assert TOLERANCE < gap(logits(recorder)[given], expected[given]) < FLOAT8_GAP
+    # Padding rows are uninitialised memory, which on the CPU is made not-a-number here.
+    with nullcontext() if torch.cuda.is_available() else poisoned():
+        found = logits(recorder)
+    assert TOLERANCE < gap(found[given], expected[given]) < FLOAT8_GAP
     info = recorder.runner.info
     assert info.kv_dtype == "float8_e4m3fn"
     assert info.bytes_per_block == sum(pool.shape[1] for pool in recorder.pools) * BLOCK
@@ -114,15 +118,15 @@ def test_graphs_give_what_other_steps_give(family: str, tmp_path: Path) -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="kernels are compiled for a GPU")
 @pytest.mark.parametrize("eager", [False, True])
 def test_no_kernel_is_compiled_after_the_start(eager: bool, tmp_path: Path) -> None:
-    from anaphora.kernels.triton.compile_watch import COMPILATIONS
+    from anaphora.kernels.triton.compile_watch import COMPILE_WATCH
 
     folder = save(tmp_path, "qwen3", dtype=torch.bfloat16, head_dim=64)
     recorder = Recorder(folder, block_size=BLOCK, blocks=80, device="cuda", eager=eager)
-    before = COMPILATIONS.unexpected
+    before = COMPILE_WATCH.unexpected
     logits(recorder)
     for length in (1, 2, 15, 16, 17, 300, 700):
         prompt = [(5 * i + length) % 300 for i in range(length)]
         join = recorder.join(2, prompt, range(5, 5 + length // BLOCK + 1))
         recorder.step(recorder.chunk(2, 0, length), recorder.token(0, 46), joins=[join])
         recorder.step(recorder.token(2, length))
-    assert COMPILATIONS.unexpected == before
+    assert COMPILE_WATCH.unexpected == before

@@ -1,25 +1,24 @@
-"""Paged attention on a GPU, by the kernels of ``kernels.py``.
+"""Paged attention on a GPU, by the Triton kernels of ``kernels/triton/attention.py``.
 
-A step is planned once, on the host (``worklist.py``), and sent to the device in one copy; each layer then takes a few
+A step is planned once, on the host (``gpu_plan.py``), and sent to the device in one copy. Each layer then takes a few
 launches: write keys and values, attend in small and in large tiles, merge. A prefix that decode rows share is read
-once a tile of rows, not once a row.
+once per tile of rows, not once per row.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
-from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from anaphora.attention.base import FLOAT8, KVLayout, LayerOptions, StepLayout
-from anaphora.attention.gpu_plan import Tiling, WorkList, plan
-from anaphora.attention.graph_buffers import DeviceList, FixedList
+from anaphora.attention.gpu_plan import AttentionPlan, Tiling, plan
+from anaphora.attention.gpu_tiles import TileConfig, next_power_of_2, split_in_two, tile_configs
+from anaphora.attention.graph_buffers import DevicePlan, GraphBuffers
 from anaphora.attention.transfer import pack, to_device
 from anaphora.errors import ConfigError
 from anaphora.kernels.triton import attention
@@ -27,46 +26,33 @@ from anaphora.types.batch import BlockCopy
 
 MIN_BLOCK_SIZE = 16
 MAX_KEY_SIZE = 576
-PROGRAMS_PER_PROCESSOR = 2
-MERGED_HEADS = 8
-"""Of one row, merged by one program."""
+PROGRAMS_PER_SM = 2
+MERGE_HEADS = 8
+"""Query heads of a row that one program merges."""
 COPY_BYTES = 64 * 2**20
-"""What copies of blocks take for a while; no step plans for more."""
+"""Temporary memory of a block copy at most; memory planning does not count more."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Shape:
-    """Of a launch: query rows M and keys N of a tile, warps, stages of the software pipeline."""
+class _LayerStep(NamedTuple):
+    """What the launches of one layer have in common."""
 
-    m: int
-    n: int
-    warps: int
-    stages: int
+    layout: KVLayout
+    options: LayerOptions
+    plan: DevicePlan
+    pool: Tensor
+    query: Tensor
+    out: Tensor
+    partial_out: Tensor
+    partial_lse: Tensor
 
-
-def next_power(size: int) -> int:
-    """The power of two that holds ``size``; triton's own takes as long as a launch."""
-    return 1 << (size - 1).bit_length()
-
-
-@cache
-def _shapes(layout: KVLayout, group: int, itemsize: int) -> tuple[_Shape, _Shape]:
-    """For small and large tiles: of those tried on a Hopper processor the fastest (``benchmarks/attention.py``).
-
-    The two run beside each other, so neither may fill a processor's shared memory alone.
-    """
-    least = max(16, next_power(group))
-    if itemsize > 2:
-        return _Shape(least, 16, 4, 1), _Shape(max(32, least), 16, 4, 1)
-    if layout.key_size > 256:
-        return _Shape(least, 32, 4, 2), _Shape(max(64, least), 32, 8, 2)
-    if layout.key_size > 128:
-        return _Shape(least, 64, 4, 2), _Shape(max(64, least), 64, 4, 2)
-    return _Shape(least, 32, 1, 3), _Shape(max(128, least), 64, 4, 3)
+    @property
+    def sinks(self) -> Tensor:
+        """The sinks, or any tensor where there are none: the kernels then do not read it."""
+        return self.out if self.options.sinks is None else self.options.sinks
 
 
 class TritonAttention:
-    """AttentionBackend on CUDA devices. Raises ConfigError for what the kernels do not take."""
+    """AttentionBackend on CUDA devices. Raises ConfigError for layouts and block sizes that the kernels do not take."""
 
     def __init__(
         self, layouts: Sequence[KVLayout], num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
@@ -78,24 +64,25 @@ class TritonAttention:
         self._device = device
         self._dtype = dtype
         self._pools = _make_pools(layouts, num_blocks * block_size, dtype, device)
-        self._by_layer = self.pools
-        self._processors = 1
-        self._side: torch.cuda.Stream | None = None
+        self._pool_of_layer = self.pools
+        self._num_sms = 1
+        self._side_stream: torch.cuda.Stream | None = None
         if device.type == "cuda":
-            self._side = torch.cuda.Stream(device)
-            self._processors = torch.cuda.get_device_properties(device).multi_processor_count
+            self._side_stream = torch.cuda.Stream(device)
+            self._num_sms = torch.cuda.get_device_properties(device).multi_processor_count
         self._layout: StepLayout | None = None
-        self._lists: dict[Tiling, DeviceList] = {}
-        self._room: tuple[int, bool] | None = None
-        self._plans: dict[Tiling, WorkList] = {}
-        self._most_rows = 0
-        self._fixed: dict[tuple[Tiling, int, bool], FixedList] = {}
-        self._buffers: dict[Tiling, Tensor] = {}
-        self._parts: dict[tuple[int, int, bool], tuple[Tensor, Tensor]] = {}
+        self._plans: dict[Tiling, AttentionPlan] = {}
+        self._device_plans: dict[Tiling, DevicePlan] = {}
+        # For CUDA graphs: the (rows, large tiles) of the present step's graph, and the buffers of each.
+        self._graph: tuple[int, bool] | None = None
+        self._max_graph_rows = 0
+        self._graph_storage: dict[Tiling, Tensor] = {}
+        self._graph_buffers: dict[tuple[Tiling, int, bool], GraphBuffers] = {}
+        self._partials: dict[tuple[int, int, bool], tuple[Tensor, Tensor]] = {}
 
     @staticmethod
     def check_block_size(block_size: int) -> None:
-        """ConfigError for one that the kernels do not take."""
+        """Raise ConfigError unless the kernels take blocks of ``block_size`` tokens."""
         if block_size < MIN_BLOCK_SIZE or block_size & (block_size - 1):
             raise ConfigError(
                 f"--block-size {block_size} does not work on a GPU, which takes powers of two from {MIN_BLOCK_SIZE} on",
@@ -104,7 +91,7 @@ class TritonAttention:
 
     @staticmethod
     def check_layouts(layouts: Sequence[KVLayout]) -> None:
-        """ConfigError for layers that the kernels do not take."""
+        """Raise ConfigError unless the kernels take every layer."""
         for index, layout in enumerate(layouts):
             sizes = (layout.key_size, layout.value_size)
             if min(sizes) < 16 or max(sizes) > MAX_KEY_SIZE or any(size % 8 for size in sizes):
@@ -115,13 +102,14 @@ class TritonAttention:
 
     @property
     def pools(self) -> list[Tensor]:
-        """One ``[token slots, width]`` a layer; layers of one width are slices of one tensor.
+        """One pool ``[token slots, width]`` per layer; layers of equal width are slices of one tensor.
 
         In float8 they are bytes, ``[token slots, token bytes]``: the elements, then the scales.
         """
-        return [pool[place] for pool, place in self._pools]
+        return [pool[index] for pool, index in self._pools]
 
     def copy_blocks(self, copies: Sequence[BlockCopy]) -> None:
+        """Copy the filled slots of blocks, in all layers."""
         if not copies:
             return
         size = self._block_size
@@ -136,168 +124,186 @@ class TritonAttention:
                 pool[:, target] = pool[:, source]
 
     def plan(self, layout: StepLayout) -> None:
+        """Take the step's layout; the plan itself is made by the first layer that runs, which knows its tile sizes."""
         self._layout = layout
-        self._room = None
-        self._lists.clear()
+        self._graph = None
+        self._device_plans.clear()
         self._plans.clear()
 
-    def reserve(self, rows: int) -> None:
-        """``plan_fixed`` will be used for up to this many rows."""
-        self._most_rows = rows
+    def reserve_graphs(self, max_rows: int) -> None:
+        """Announce that ``plan_graph`` will be called for up to ``max_rows`` rows."""
+        self._max_graph_rows = max_rows
 
-    def plan_fixed(self, layout: StepLayout, rows: int, tiles: bool | None = None) -> bool | None:
-        """Plan a step in buffers that stay where they are: those of ``rows`` and ``tiles``.
+    def plan_graph(self, layout: StepLayout, rows: int, large_tiles: bool | None = None) -> bool | None:
+        """Plan a step in the static buffers of the graph for ``rows`` rows and ``large_tiles``.
 
-        Returns ``tiles``, which is whether there are large ones (groups of prefixes, chunks) and, left out, is read
-        off the step; None if the step does not fit.
+        ``large_tiles`` None: as the step needs. Returns the value used, or None if the step does not fit.
         """
         self.plan(layout)
-        if tiles is None:
-            tiles = any(len(self._plan(tiling).large) > 0 for tiling in self._buffers)
-        self._room = (rows, tiles)
-        for tiling in self._buffers:
-            if not self._fixed_list(tiling, rows, tiles).fill(self._plan(tiling)):
+        if large_tiles is None:
+            large_tiles = any(len(self._plan(tiling).large_items) > 0 for tiling in self._graph_storage)
+        self._graph = (rows, large_tiles)
+        for tiling in self._graph_storage:
+            if not self._buffers(tiling, rows, large_tiles).fill(self._plan(tiling)):
                 return None
-        return tiles
+        return large_tiles
 
     def run(self, layer: int, query: Tensor, key: Tensor, value: Tensor | None, options: LayerOptions) -> Tensor:
+        """Write keys and values, then attend; shapes as in ``AttentionBackend.run``."""
         layout = self._layouts[layer]
         if self._dtype == FLOAT8:
             check_float8(layout, options)
         heads, rows = query.shape[:2]
-        group = heads // layout.heads
-        pool = self._by_layer[layer]
-        itemsize = (query if self._dtype == FLOAT8 else pool).element_size()  # of what is multiplied
-        small, large = _shapes(layout, group, itemsize)
-        programs = max(1, self._processors * PROGRAMS_PER_PROCESSOR // layout.heads)
+        queries_per_kv = heads // layout.heads
+        pool = self._pool_of_layer[layer]
+        itemsize = (query if self._dtype == FLOAT8 else pool).element_size()  # of the operands of the dot products
+        small, large = tile_configs(layout, queries_per_kv, itemsize)
+        programs = max(1, self._num_sms * PROGRAMS_PER_SM // layout.heads)
         assert self._layout is not None
-        step = self._list(Tiling(group, small.m, large.m, programs, layout.token_bytes(self._dtype)))
-        self._write(layout, pool, self._layout.slot_mapping, key, value)
+        step_plan = self._device_plan(
+            Tiling(queries_per_kv, small.block_m, large.block_m, programs, layout.token_bytes(self._dtype))
+        )
+        self._write(layout, pool, self._layout.slot_mapping, key, value, step_plan.num_rows)
         out = query.new_empty(rows, heads, layout.value_size)
-        parts = self._part_buffers(heads, layout.value_size, step.parts)
-        target = (query, pool, out, *parts)
-        with self._aside(all(step.launches[:2])):
-            self._attend(layout, large, (step.large, step.launches[1], step.counts[1]), step, target, options)
-        self._attend(layout, small, (step.small, step.launches[0], step.counts[0]), step, target, options)
-        self._join_aside(all(step.launches[:2]))
-        if step.launches[2]:
-            attention.merge_parts[(step.launches[2], -(-heads // MERGED_HEADS))](
-                *parts, out, step.merges, step.counts[2], _sinks(options, out),
-                heads, MERGED_HEADS, layout.value_size, next_power(layout.value_size), options.sinks is not None,
-            )  # fmt: skip
+        partials = self._partial_buffers(heads, layout.value_size, step_plan.num_partials)
+        query = query if query.stride(-1) == 1 else query.contiguous()
+        step = _LayerStep(layout, options, step_plan, pool, query, out, *partials)
+        (num_small, num_large, _), (small_count, large_count, _) = step_plan.launches, step_plan.counts
+        overlap = num_small > 0 and num_large > 0
+        with self._on_side_stream(overlap):
+            self._attend(step, large, step_plan.large_items, num_large, large_count)
+        self._attend(step, small, step_plan.small_items, num_small, small_count)
+        self._join_side_stream(overlap)
+        self._merge(step)
         return out
 
-    def _aside(self, both: bool) -> AbstractContextManager[Any]:
-        """Inside, launches go beside those that follow: large tiles compute while small ones read.
+    def _on_side_stream(self, overlap: bool) -> AbstractContextManager[Any]:
+        """Launches inside run at the same time as those that follow: large tiles compute while small ones read.
 
-        In graphs alone; outside of one, the launches of a second stream cost more than they win.
+        In graphs only; outside of one, the launches of a second stream cost more than they gain.
         """
-        if not both or self._side is None or self._room is None:
+        if not overlap or self._side_stream is None or self._graph is None:
             return nullcontext()
-        self._side.wait_stream(torch.cuda.current_stream())
-        return torch.cuda.stream(self._side)
+        self._side_stream.wait_stream(torch.cuda.current_stream())
+        return torch.cuda.stream(self._side_stream)
 
-    def _join_aside(self, both: bool) -> None:
-        """What follows waits for what went aside."""
-        if both and self._side is not None and self._room is not None:
-            torch.cuda.current_stream().wait_stream(self._side)
+    def _join_side_stream(self, overlap: bool) -> None:
+        """Make the current stream wait for the side stream."""
+        if overlap and self._side_stream is not None and self._graph is not None:
+            torch.cuda.current_stream().wait_stream(self._side_stream)
 
-    def _list(self, tiling: Tiling) -> DeviceList:
-        """The present step's list for layers of this shape; most models have one shape."""
-        if self._room is not None:
-            return self._fixed_list(tiling, *self._room).list
-        if tiling not in self._lists:
-            work = self._plan(tiling)
-            launches = (len(work.small), len(work.large), len(work.merges))
-            counted = np.repeat(np.array(launches, np.int32), 4)  # each at a multiple of 16 bytes
-            lists = [work.small, work.large, work.members, work.merges, work.positions, work.tables]
-            counts, *views = pack([counted, *lists], self._device)
-            self._lists[tiling] = DeviceList(*views, counts=counts.split(4), launches=launches, parts=work.parts)
-        return self._lists[tiling]
+    def _device_plan(self, tiling: Tiling) -> DevicePlan:
+        """The present step's plan for layers of this tiling; most models have one."""
+        if self._graph is not None:
+            return self._buffers(tiling, *self._graph).plan
+        if tiling not in self._device_plans:
+            step = self._plan(tiling)
+            launches = (len(step.small_items), len(step.large_items), len(step.merges))
+            repeated = np.repeat(np.array(launches, np.int32), 4)  # each aligned to 16 bytes
+            arrays = [step.small_items, step.large_items, step.item_rows, step.merges, step.positions, step.tables]
+            counts, *views = pack([repeated, *arrays], self._device)
+            self._device_plans[tiling] = DevicePlan(
+                *views, counts.split(4), launches, step.num_partials, len(step.positions)
+            )
+        return self._device_plans[tiling]
 
-    def _plan(self, tiling: Tiling) -> WorkList:
+    def _plan(self, tiling: Tiling) -> AttentionPlan:
         assert self._layout is not None
         if tiling not in self._plans:
             self._plans[tiling] = plan(self._layout.queries, self._layout.groups, self._block_size, tiling)
         return self._plans[tiling]
 
-    def _fixed_list(self, tiling: Tiling, rows: int, tiles: bool) -> FixedList:
-        name = (tiling, rows, tiles)
-        if name not in self._fixed:
-            if tiling not in self._buffers:
-                self._buffers[tiling] = FixedList.buffer(self._most_rows, tiling, self._device)
-            self._fixed[name] = FixedList(rows, tiles, tiling, self._buffers[tiling])
-        return self._fixed[name]
+    def _buffers(self, tiling: Tiling, rows: int, large_tiles: bool) -> GraphBuffers:
+        key = (tiling, rows, large_tiles)
+        if key not in self._graph_buffers:
+            if tiling not in self._graph_storage:
+                self._graph_storage[tiling] = GraphBuffers.allocate(self._max_graph_rows, tiling, self._device)
+            self._graph_buffers[key] = GraphBuffers(rows, large_tiles, tiling, self._graph_storage[tiling])
+        return self._graph_buffers[key]
 
-    def _part_buffers(self, heads: int, size: int, parts: int) -> tuple[Tensor, Tensor]:
-        """Room for partial results; kept, and made larger where a step needs more.
+    def _partial_buffers(self, heads: int, size: int, count: int) -> tuple[Tensor, Tensor]:
+        """Buffers of at least ``count`` partial results, kept and enlarged when a step needs more.
 
-        That for graphs must not move, so the graph of the most rows is to be captured first.
+        Those of graphs must not move, so the graph with the most rows has to be captured first.
         """
-        name = (heads, size, self._room is not None)
-        if name not in self._parts or len(self._parts[name][0]) < parts:
-            room = parts if self._room is not None else next_power(max(parts, 16))
-            self._parts[name] = (
+        in_graph = self._graph is not None
+        key = (heads, size, in_graph)
+        if key not in self._partials or len(self._partials[key][0]) < count:
+            room = count if in_graph else next_power_of_2(max(count, 16))
+            self._partials[key] = (
                 torch.empty(room, heads, size, dtype=torch.float32, device=self._device),
                 torch.empty(room, heads, dtype=torch.float32, device=self._device),
             )
-        return self._parts[name]
+        return self._partials[key]
 
-    def _write(self, layout: KVLayout, pool: Tensor, slots: Tensor, key: Tensor, value: Tensor | None) -> None:
+    def _write(
+        self, layout: KVLayout, pool: Tensor, slot_mapping: Tensor, key: Tensor, value: Tensor | None, num_rows: int
+    ) -> None:
+        """Write the first ``num_rows`` rows of ``key`` and ``value`` ``[Hkv, T, size]`` to the pool.
+
+        Outside of graphs that leaves out padding rows, which come from uninitialised memory: no layer attends for them.
+        """
         second = key if value is None else value
         key, second = (x if x.stride(-1) == 1 else x.contiguous() for x in (key, second))
         strides = (key.stride(0), key.stride(1), second.stride(0), second.stride(1))
         shape = (layout.heads, layout.key_size, layout.value_size, layout.latent, pool.shape[1])
+        grid = (num_rows,)
         if self._dtype == FLOAT8:
-            powers = [next_power(size) for size in shape[:3]]
-            attention.write_kv_scaled[(key.shape[1],)](key, second, *_views(pool), slots, *strides, *shape, *powers)
+            powers = [next_power_of_2(size) for size in shape[:3]]
+            attention.write_kv_float8[grid](key, second, *_float8_views(pool), slot_mapping, *strides, *shape, *powers)
             return
-        block = next_power(layout.heads * max(layout.key_size, layout.value_size))
-        attention.write_kv[(key.shape[1],)](key, second, pool, slots, *strides, *shape, block)
+        block = next_power_of_2(layout.heads * max(layout.key_size, layout.value_size))
+        attention.write_kv[grid](key, second, pool, slot_mapping, *strides, *shape, block)
 
-    def _attend(
-        self,
-        layout: KVLayout,
-        shape: _Shape,
-        work: tuple[Tensor, int, Tensor],
-        step: DeviceList,
-        target: tuple[Tensor, ...],
-        options: LayerOptions,
-    ) -> None:
-        query, pool, out, part_outs, part_logs = target
-        items, launched, count = work
+    def _attend(self, step: _LayerStep, config: TileConfig, items: Tensor, launched: int, num_items: Tensor) -> None:
+        """Launch ``launched`` work items; the kernel skips those from ``num_items`` (on the device) on."""
         if not launched:
             return
-        query = query if query.stride(-1) == 1 else query.contiguous()
-        scaled = self._dtype == FLOAT8
-        elements, scales = _views(pool) if scaled else (pool, pool)
-        exact = (query.dtype if scaled else pool.dtype) == torch.float32
-        attention.attend_items[(launched * layout.heads,)](
-            query, elements, scales, out, part_outs, part_logs, items, step.members, count, step.positions, step.tables,
-            _sinks(options, out), options.scale, options.softcap or 1.0, options.window or 0,
+        layout, options, query, pool = step.layout, step.options, step.query, step.pool
+        float8 = self._dtype == FLOAT8
+        elements, scales = _float8_views(pool) if float8 else (pool, pool)
+        exact = (query.dtype if float8 else pool.dtype) == torch.float32
+        attention.paged_attention[(launched * layout.heads,)](
+            query, elements, scales, step.out, step.partial_out, step.partial_lse,
+            items, step.plan.item_rows, num_items, step.plan.positions, step.plan.tables,
+            step.sinks, options.scale, options.softcap or 1.0, options.window or 0,
             query.stride(0), query.stride(1),
-            layout.heads, query.shape[0] // layout.heads, layout.key_size, *_halves(layout.key_size),
-            layout.value_size, *_halves(layout.value_size), layout.latent, pool.shape[1], scaled, self._block_size,
-            shape.m, shape.n, bool(options.softcap), options.window is not None, options.sinks is not None,
+            layout.heads, query.shape[0] // layout.heads, layout.key_size, *split_in_two(layout.key_size),
+            layout.value_size, *split_in_two(layout.value_size), layout.latent, pool.shape[1], float8,
+            self._block_size, config.block_m, config.block_n,
+            bool(options.softcap), options.window is not None, options.sinks is not None,
             "ieee" if exact else "tf32",
-            num_warps=shape.warps, num_stages=shape.stages,
+            num_warps=config.num_warps, num_stages=config.num_stages,
+        )  # fmt: skip
+
+    @staticmethod
+    def _merge(step: _LayerStep) -> None:
+        """Merge the partial results, if there are any."""
+        launched = step.plan.launches[2]
+        if not launched:
+            return
+        heads, size = step.out.shape[1:]
+        attention.merge_partials[(launched, -(-heads // MERGE_HEADS))](
+            step.partial_out, step.partial_lse, step.out, step.plan.merges, step.plan.counts[2], step.sinks,
+            heads, MERGE_HEADS, size, next_power_of_2(size), step.options.sinks is not None,
         )  # fmt: skip
 
 
 def check_float8(layout: KVLayout, options: LayerOptions) -> None:
-    """ConfigError for layers on which a cache in float8 has not been proven right on a GPU."""
+    """Raise ConfigError for layers on which a float8 cache has not been proven right on a GPU."""
     if options.window is None and not layout.latent and layout.key_size == layout.value_size:
         return
     why = f"a sliding window of {options.window} tokens" if options.window else "keys and values of different sizes"
     raise ConfigError(
-        f"--kv-cache-dtype fp8 does not serve this model: its attention has {why}; use auto", param="kv_cache_dtype"
+        f"--kv-cache-dtype fp8 is not supported for this model: its attention has {why}; use auto",
+        param="kv_cache_dtype",
     )
 
 
 def _make_pools(
     layouts: Sequence[KVLayout], slots: int, dtype: torch.dtype, device: torch.device
 ) -> list[tuple[Tensor, int]]:
-    """For each layer the tensor ``[layers of its width, slots, width]`` and the place in it."""
+    """For each layer the tensor ``[layers of its width, slots, width]`` and its index in it."""
     stored = torch.uint8 if dtype == FLOAT8 else dtype
     widths = [layout.token_bytes(dtype) // stored.itemsize for layout in layouts]
     pools = {
@@ -306,17 +312,6 @@ def _make_pools(
     return [(pools[width], widths[:layer].count(width)) for layer, width in enumerate(widths)]
 
 
-def _views(pool: Tensor) -> tuple[Tensor, Tensor]:
-    """The elements and the scales of a pool in float8; both are the whole of it."""
+def _float8_views(pool: Tensor) -> tuple[Tensor, Tensor]:
+    """A float8 pool as its elements and as its scales; both views cover all of it."""
     return pool.view(FLOAT8), pool.view(torch.float32)
-
-
-@cache
-def _halves(size: int) -> tuple[int, int]:
-    """The largest power of two within ``size``, and a power of two that holds the rest: what a tile can be made of."""
-    first = 1 << (size.bit_length() - 1)
-    return first, max(16, next_power(size - first)) if size > first else 0
-
-
-def _sinks(options: LayerOptions, otherwise: Tensor) -> Tensor:
-    return otherwise if options.sinks is None else options.sinks

@@ -1,7 +1,7 @@
-"""A step's work list in buffers that stay where they are, so that a CUDA graph can be replayed over new lists.
+"""The static inputs of a CUDA graph's attention: a step's plan in buffers that keep their addresses between replays.
 
-The kernels are launched for as many items as the buffers hold and read on the device how many there are. What a step
-needs beyond that does not fit, and the step runs without a graph.
+The kernels are launched for as many items as the buffers hold and read the real number on the device. A step whose
+plan does not fit runs without a graph.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from anaphora.attention.gpu_plan import Tiling, WorkList
+from anaphora.attention.gpu_plan import AttentionPlan, Tiling
 from anaphora.attention.transfer import to_device
 
 TABLE_ENTRIES = 2**22
@@ -20,50 +20,58 @@ TABLE_ENTRIES = 2**22
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class DeviceList:
-    """A work list on the device: ``counts`` there and ``launches`` here are of small items, large items, merges."""
+class DevicePlan:
+    """An AttentionPlan on the device.
 
-    small: Tensor
-    large: Tensor
-    members: Tensor
+    ``counts`` (on the device) and ``launches`` (on the host) are numbers of small items, large items and merges.
+    ``num_rows`` is the number of rows whose keys and values are written.
+    """
+
+    small_items: Tensor
+    large_items: Tensor
+    item_rows: Tensor
     merges: Tensor
     positions: Tensor
     tables: Tensor
     counts: tuple[Tensor, ...]
     launches: tuple[int, int, int]
-    parts: int
+    num_partials: int
+    num_rows: int
 
 
-class FixedList:
-    """Room for a padded batch. ``tiles``: of several rows too, which groups of prefixes and chunks need."""
+class GraphBuffers:
+    """Views of ``storage`` for plans of a batch padded to ``rows`` rows.
 
-    def __init__(self, rows: int, tiles: bool, tiling: Tiling, buffer: Tensor) -> None:
-        items, large = 2 * rows + tiling.programs, 0
-        if tiles:
-            large = 2 * rows // (tiling.small // tiling.heads_per_group + 1) + tiling.programs  # two levels of groups
-        self._buffer = buffer
-        # In the order of the buffer: counts, small, large, members, merges, positions; then the tables.
-        self._sizes = [-(-size // 4) * 4 for size in (12, items * 8, large * 8, rows * 8, rows * 3, rows)]
+    ``large_tiles``: with room for tiles of several rows, which prefix groups and chunks need.
+    """
+
+    def __init__(self, rows: int, large_tiles: bool, tiling: Tiling, storage: Tensor) -> None:
+        small, large = 2 * rows + tiling.target_programs, 0
+        if large_tiles:  # two levels of prefix groups
+            large = 2 * rows // (tiling.small_rows // tiling.queries_per_kv + 1) + tiling.target_programs
+        self._storage = storage
+        # In the order of the storage: counts, small and large items, item rows, merges, positions; then the tables.
+        self._sizes = [-(-size // 4) * 4 for size in (12, small * 8, large * 8, rows * 8, rows * 3, rows)]
         self._edges = np.cumsum([0, *self._sizes]).tolist()
-        counts, *lists = (buffer[a:b] for a, b in zip(self._edges, self._edges[1:], strict=False))
-        parts = 4 * rows + tiling.programs * (tiling.large // tiling.heads_per_group)
-        launches = (items, large, rows)
-        self.list = DeviceList(*lists, buffer[self._edges[-1] :], counts.split(4), launches, parts)
+        counts, *arrays = (storage[a:b] for a, b in zip(self._edges, self._edges[1:], strict=False))
+        partials = 4 * rows + tiling.target_programs * (tiling.large_rows // tiling.queries_per_kv)
+        tables = storage[self._edges[-1] :]
+        self.plan = DevicePlan(*arrays, tables, counts.split(4), (small, large, rows), partials, rows)
 
     @staticmethod
-    def buffer(rows: int, tiling: Tiling, device: torch.device) -> Tensor:
-        """For lists of up to ``rows`` rows, one at a time."""
-        return torch.zeros(64 * rows + 64 * tiling.programs + TABLE_ENTRIES, dtype=torch.int32, device=device)
+    def allocate(rows: int, tiling: Tiling, device: torch.device) -> Tensor:
+        """Storage for plans of up to ``rows`` rows, one plan at a time."""
+        return torch.zeros(64 * rows + 64 * tiling.target_programs + TABLE_ENTRIES, dtype=torch.int32, device=device)
 
-    def fill(self, work: WorkList) -> bool:
-        """Send a step's list there, in one copy. False, and nothing is sent, if it does not fit."""
-        lists = (work.small, work.large, work.members, work.merges, work.positions)
-        fits = all(array.size <= size for array, size in zip(lists, self._sizes[1:], strict=True))
-        if not fits or work.parts > self.list.parts or work.tables.size > TABLE_ENTRIES:
+    def fill(self, plan: AttentionPlan) -> bool:
+        """Send ``plan`` to the buffers in one copy. Returns False, and sends nothing, if it does not fit."""
+        arrays = (plan.small_items, plan.large_items, plan.item_rows, plan.merges, plan.positions)
+        fits = all(array.size <= size for array, size in zip(arrays, self._sizes[1:], strict=True))
+        if not fits or plan.num_partials > self.plan.num_partials or plan.tables.size > TABLE_ENTRIES:
             return False
-        counts = np.repeat(np.array([len(work.small), len(work.large), len(work.merges)], np.int32), 4)
-        packed = np.zeros(self._edges[-1] + work.tables.size, np.int32)
-        for array, begin in zip((counts, *lists, work.tables), self._edges, strict=True):
+        counts = np.repeat(np.array([len(plan.small_items), len(plan.large_items), len(plan.merges)], np.int32), 4)
+        packed = np.zeros(self._edges[-1] + plan.tables.size, np.int32)
+        for array, begin in zip((counts, *arrays, plan.tables), self._edges, strict=True):
             packed[begin : begin + array.size] = array.ravel()
-        self._buffer[: packed.size].copy_(to_device(packed, self._buffer.device))
+        self._storage[: packed.size].copy_(to_device(packed, self._storage.device))
         return True

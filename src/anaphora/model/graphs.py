@@ -46,7 +46,7 @@ class StepGraphs:
         self._samples = torch.zeros(most_seqs, dtype=torch.int64, device=device)
         self._logits = torch.empty(0)
         self._graphs: dict[tuple[int, bool], torch.cuda.CUDAGraph] = {}
-        self._backend.reserve(most)
+        self._backend.reserve_graphs(most)
         self._capture_all()
 
     def rows(self, count: int, chunks: bool) -> int | None:
@@ -60,7 +60,7 @@ class StepGraphs:
         """
         rows = inputs.token_ids.shape[1]
         layout = StepLayout(self._part(rows, 2), inputs.layout.queries, inputs.layout.groups)
-        tiles = self._backend.plan_fixed(layout, rows)
+        tiles = self._backend.plan_graph(layout, rows)
         if tiles is None:
             return None
         count = len(inputs.sample_slots)
@@ -82,9 +82,9 @@ class StepGraphs:
             self._samples.zero_()
             queries = tuple(QueryRange(slot, slot, 1, 0, (0,)) for slot in range(rows))
             layout = StepLayout(self._part(rows, 2), queries)
-            self._backend.plan_fixed(layout, rows, tiles)
+            self._backend.plan_graph(layout, rows, tiles)
             self._compute(rows)
-            self._backend.plan_fixed(layout, rows, tiles)
+            self._backend.plan_graph(layout, rows, tiles)
             torch.cuda.synchronize()
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, pool=pool):

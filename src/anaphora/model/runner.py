@@ -318,9 +318,9 @@ def _compiling(device: torch.device) -> AbstractContextManager[None]:
     """Inside, kernels are compiled; later ones are a warning."""
     if device.type == "cpu":
         return nullcontext()
-    from anaphora.kernels.triton.compile_watch import COMPILATIONS
+    from anaphora.kernels.triton.compile_watch import COMPILE_WATCH
 
-    return COMPILATIONS.expected()
+    return COMPILE_WATCH.expected()
 
 
 def _describe(

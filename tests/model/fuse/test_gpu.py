@@ -91,7 +91,7 @@ def test_joined_weights_are_held_once() -> None:
     assert len({part.bias.untyped_storage().data_ptr() for part in parts}) == 1
 
 
-FAULTS = {"norm_and_turn": "attention", "silu_times": "mlp", "rms_norm": "sums"}
+FAULTS = {"norm_rope": "attention", "silu_and_mul": "mlp", "rms_norm": "sums"}
 
 
 @pytest.mark.parametrize("kernel", FAULTS)
@@ -105,7 +105,7 @@ def test_a_part_that_gives_something_else_is_left_as_it_was(kernel: str, monkeyp
         def __getitem__(self, grid: tuple[int, ...]) -> Any:
             def launch(*args: Any, **kwargs: Any) -> None:
                 if kernel != "rms_norm":
-                    args[0].zero_() if kernel == "norm_and_turn" else args[1].zero_()
+                    args[0].zero_() if kernel == "norm_rope" else args[1].zero_()
                 else:
                     real[grid](*args, **kwargs)
                     if args[7]:

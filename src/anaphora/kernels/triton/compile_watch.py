@@ -1,4 +1,4 @@
-"""Watches which kernels Triton makes ready. Each takes as long as many steps, so a runner makes all while it loads."""
+"""Counts Triton compilations outside the warm-up. One takes as long as many steps, so a runner compiles at load."""
 
 from __future__ import annotations
 
@@ -12,29 +12,30 @@ import triton
 logger = logging.getLogger(__name__)
 
 
-class Compilations:
-    """``unexpected`` counts those outside of ``expected``; each is a warning in the log too."""
+class CompileWatch:
+    """Hooks into Triton. ``unexpected`` counts compilations outside ``expected``; each is also logged as a warning."""
 
     def __init__(self) -> None:
         self.unexpected = 0
-        self._loading = 0
-        self._before = triton.knobs.runtime.jit_post_compile_hook
-        triton.knobs.runtime.jit_post_compile_hook = self._note
+        self._nesting = 0
+        self._previous_hook = triton.knobs.runtime.jit_post_compile_hook
+        triton.knobs.runtime.jit_post_compile_hook = self._on_compile
 
     @contextmanager
     def expected(self) -> Iterator[None]:
-        self._loading += 1
+        """Compilations inside are part of loading and are not counted."""
+        self._nesting += 1
         try:
             yield
         finally:
-            self._loading -= 1
+            self._nesting -= 1
 
-    def _note(self, *args: Any, **kwargs: Any) -> Any:
-        if not self._loading:
+    def _on_compile(self, *args: Any, **kwargs: Any) -> Any:
+        if not self._nesting:
             self.unexpected += 1
             name = str(kwargs.get("repr", "a kernel")).partition("[")[0]
-            logger.warning("%s was compiled while serving: the warm-up has missed it, and this step was slow", name)
-        return None if self._before is None else self._before(*args, **kwargs)
+            logger.warning("%s was compiled while serving: the warm-up missed it, and this step was slow", name)
+        return None if self._previous_hook is None else self._previous_hook(*args, **kwargs)
 
 
-COMPILATIONS = Compilations()
+COMPILE_WATCH = CompileWatch()

@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from anaphora.attention.base import LayerOptions, attend, route
-from anaphora.attention.gpu import next_power
+from anaphora.attention.gpu_tiles import next_power_of_2
 from anaphora.kernels.triton import norm_rope_silu
-from anaphora.kernels.triton.compile_watch import COMPILATIONS
+from anaphora.kernels.triton.compile_watch import COMPILE_WATCH
 from anaphora.model.fuse.parity import close, positions
 
 ROWS = 8
@@ -31,7 +31,7 @@ _BASE = ("embed_tokens", "layers", "norm")
 
 
 @torch.no_grad()
-@COMPILATIONS.expected()
+@COMPILE_WATCH.expected()
 def fuse(base: nn.Module, arguments: Mapping[str, Any], options: Mapping[int, LayerOptions]) -> int:
     """Replace parts of the layers of ``base`` in place; how many were replaced.
 
@@ -125,7 +125,7 @@ class FusedNorm:
     def __init__(self, weight: Tensor, eps: float) -> None:
         self.weight = weight
         self.eps = eps
-        self._block = next_power(len(weight))
+        self._block = next_power_of_2(len(weight))
         self._ready: tuple[Tensor, Tensor] | None = None
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -179,14 +179,14 @@ def _fuse_attention(layer: Any, options: LayerOptions) -> Callable[[], None] | N
     if joint is None:
         return None
     weights = [norm.weight for norm in norms] if normed else [joint.weight, joint.weight]
-    group = min(8, next_power(query + key))
+    group = min(8, next_power_of_2(query + key))
 
     def forward(hidden_states: Tensor, position_embeddings: tuple[Tensor, Tensor], **_: Any) -> tuple[Tensor, None]:
         rows = joint(hidden_states)[0]
         cos, sin = position_embeddings
-        norm_rope_silu.norm_and_turn[(len(rows), -(-(query + key) // group))](
+        norm_rope_silu.norm_rope[(len(rows), -(-(query + key) // group))](
             rows, cos, sin, *weights, norms[0].eps if normed else 0.0, rows.stride(0), *cos.stride()[-2:],
-            query, query + key, size, next_power(size // 2), normed, group,
+            query, query + key, size, next_power_of_2(size // 2), normed, group,
         )  # fmt: skip
         heads = rows.view(len(rows), query + 2 * key, size).transpose(0, 1)[None]
         parted = heads[:, :query], heads[:, query : query + key], heads[:, query + key :]
@@ -206,12 +206,12 @@ def _fuse_mlp(layer: Any) -> Callable[[], None] | None:
     if joint is None:
         return None
     size = gate.out_features
-    block = min(1024, next_power(size))
+    block = min(1024, next_power_of_2(size))
 
     def forward(x: Tensor) -> Tensor:
         both = joint(x)
         active = both.new_empty(*both.shape[:-1], size)
-        norm_rope_silu.silu_times[(both.numel() // (2 * size), -(-size // block))](both, active, size, block)
+        norm_rope_silu.silu_and_mul[(both.numel() // (2 * size), -(-size // block))](both, active, size, block)
         out: Tensor = down(active)
         return out
 
