@@ -19,11 +19,11 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
-from anaphora.cache.events import Reason
 from anaphora.cache.ghosts import Evicted, Ghosts
 from anaphora.cache.hashing import BlockHash, root_hash
 from anaphora.cache.manager import CacheManager
 from anaphora.tools.shared.machine import commit, machine, versions
+from anaphora.types.reports import Reason
 
 SHARED, OWN, ANSWER, BLOCK = 2300, 120, 200, 16
 RATE = 100

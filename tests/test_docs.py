@@ -13,13 +13,13 @@ from prometheus_client import CollectorRegistry
 
 from anaphora import cli
 from anaphora.advice import vllm_flags
-from anaphora.cache.events import Reason
 from anaphora.observe.metrics import Metrics
 from anaphora.observe.record import RequestRecord
 from anaphora.server.api.routes import routes
 from anaphora.tools.bench.options import WORKLOADS
 from anaphora.types.batch import ModelInfo
 from anaphora.types.outputs import EngineInfo
+from anaphora.types.reports import Reason
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]

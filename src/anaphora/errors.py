@@ -95,6 +95,7 @@ class ModelError(ConfigError):
 
 
 class CacheInvariantError(AnaphoraError):
-    """The cache's own books do not balance: a fault of this program, never of a request."""
+    """An invariant of the cache is violated: a fault of this program, never of a request. The server should restart."""
 
+    status = 503
     code = "cache_invariant"

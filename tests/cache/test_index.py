@@ -85,7 +85,7 @@ def test_of_several_neighbours_the_latest_made() -> None:
     blocks: list[Block] = []
     for number in range(100):
         insert(index, [7, 8, number], blocks)
-        blocks[-1].made, blocks[-1].made_by = float(number), f"r{number}"
+        blocks[-1].arrival, blocks[-1].computed_by = float(number), f"r{number}"
     found = index.neighbour(ROOT, pack([7, 8, 200]), 2)
     assert found is blocks[-1]
     index.remove(blocks[-1])

@@ -4,11 +4,10 @@ from collections.abc import Iterator
 
 import pytest
 
-from anaphora.cache.events import Reason
 from anaphora.cache.hashing import BlockHash, root_hash
 from anaphora.cache.manager import CacheManager
-from anaphora.cache.table import BlockTable
 from anaphora.errors import CacheInvariantError
+from anaphora.types.reports import Reason
 from tests.support import cache as support
 from tests.support.cache import OTHER, ROOT, Clock
 
@@ -125,13 +124,13 @@ def test_new_prefixes_are_taken_in_when_the_cache_is_full() -> None:
 
 def test_tenants_do_not_see_each_other(cache: Cache) -> None:
     cache.use("a", [*range(10)])
-    assert cache.reason([*range(10)], OTHER) == (Reason.COLD, "nothing like it was seen")
+    assert cache.reason([*range(10)], OTHER) == (Reason.COLD, "no earlier prompt begins like this one")
     assert cache.use("b", [*range(10)], OTHER) == 0
     assert cache.use("c", [*range(10)], OTHER) == 9
 
 
 def test_reasons(cache: Cache, clock: Clock) -> None:
-    assert cache.reason([1, 2, 3]) == (Reason.COLD, "nothing like it was seen")
+    assert cache.reason([1, 2, 3]) == (Reason.COLD, "no earlier prompt begins like this one")
     cache.use("a", [*range(10)])
     assert cache.reason([77, 78, 79])[0] == Reason.COLD
     assert cache.reason([*range(10)])[0] == Reason.SHORT
@@ -199,24 +198,16 @@ def test_a_block_released_too_often_is_refused() -> None:
         cache.pool.release(block)
 
 
-def test_block_keys_alone_serve_a_simulation() -> None:
-    """Without tokens: hashes given from outside, full blocks only."""
-    cache = CacheManager(9, 4)
-    keys = [root_hash(f"key {i}") for i in range(4)]
+def test_block_keys_in_place_of_tokens_serve_a_simulation(cache: Cache) -> None:
+    """A trace of block keys is run as prompts in which every token of a block is the number of its key."""
 
-    def use() -> int:
-        table = BlockTable("t", ROOT, None)
-        table.hashes = list(keys)
-        taken = cache.admit(table, cache.match(table), 17)
-        assert taken is not None
-        assert cache.reserve(table, taken.tokens, 16, 0) is not None
-        cache.finish_step(0)
-        cache.release(table, 16)
-        cache.check([])
-        return taken.tokens
+    def prompt(*keys: int) -> list[int]:
+        return [key for key in keys for _ in range(4)]
 
-    assert use() == 0
-    assert use() == 16
+    assert cache.use("cold", prompt(7, 8, 9)) == 0
+    assert cache.use("same", prompt(7, 8, 9)) == 11
+    assert cache.use("longer", prompt(7, 8, 9, 10)) == 12
+    assert cache.use("diverged", prompt(7, 9, 8, 10)) == 4
 
 
 def test_hashes_taken_over_from_the_table_before_are_those_of_the_tokens() -> None:

@@ -32,7 +32,7 @@ def test_a_pinned_beginning_is_never_evicted_to_the_token() -> None:
     cache = Cache(9, 4)
     cache.use("s", SYSTEM)
     pin = pinned(cache, SYSTEM)
-    assert cache.pins.kept(pin) == 10
+    assert cache.pins.kept_tokens(pin) == 10
     assert cache.pinned_blocks == 3
     flood(cache)
     assert cache.use("s again", [*SYSTEM, 77]) == 10
@@ -45,9 +45,9 @@ def test_a_pinned_beginning_is_never_evicted_to_the_token() -> None:
 def test_what_is_pinned_before_it_is_computed_is_kept_by_whoever_computes_it() -> None:
     cache = Cache(9, 4)
     pin = pinned(cache, SYSTEM)
-    assert cache.pins.kept(pin) == cache.pinned_blocks == 0
+    assert cache.pins.kept_tokens(pin) == cache.pinned_blocks == 0
     cache.use("longer", [*SYSTEM, 77, 78, 79])
-    assert cache.pins.kept(pin) == 10
+    assert cache.pins.kept_tokens(pin) == 10
     flood(cache)
     assert cache.use("again", [*SYSTEM, 99]) == 10
     cache.check([])
@@ -59,9 +59,9 @@ def test_pins_share_what_they_have_in_common() -> None:
     one, other = pinned(cache, [*SYSTEM, 1]), pinned(cache, [*SYSTEM, 2])
     assert cache.pins.blocks_with(()) == 4
     cache.pins.remove(one)
-    assert cache.pins.kept(other) == 8
+    assert cache.pins.kept_tokens(other) == 8
     cache.use("t", [*SYSTEM, 2, 2, 2])
-    assert cache.pins.kept(other) == 11
+    assert cache.pins.kept_tokens(other) == 11
     cache.pins.remove(other)
     assert cache.pinned_blocks == cache.pins.blocks_with(()) == 0
     cache.check([])
@@ -83,8 +83,8 @@ def test_a_pin_of_one_salt_keeps_nothing_of_another() -> None:
     mine, theirs = pinned(cache, SYSTEM), pinned(cache, SYSTEM, OTHER)
     assert mine.id != theirs.id
     cache.use("s", SYSTEM)
-    assert cache.pins.kept(mine) == 10
-    assert cache.pins.kept(theirs) == 0
+    assert cache.pins.kept_tokens(mine) == 10
+    assert cache.pins.kept_tokens(theirs) == 0
 
 
 def test_more_than_leaves_room_for_requests_is_refused_with_the_numbers() -> None:
@@ -101,9 +101,9 @@ def test_a_reset_empties_pins_and_they_fill_again() -> None:
     cache.use("s", SYSTEM)
     pin = pinned(cache, SYSTEM)
     assert cache.reset()
-    assert cache.pins.kept(pin) == 0
+    assert cache.pins.kept_tokens(pin) == 0
     assert cache.use("s", SYSTEM) == 0
-    assert cache.pins.kept(pin) == 10
+    assert cache.pins.kept_tokens(pin) == 10
     table = cache.start("reader", [*SYSTEM, 7]).table
     assert not cache.reset()
     cache.release(table, 11)
@@ -115,15 +115,15 @@ def test_a_failed_step_takes_its_blocks_from_a_pin_and_the_next_brings_them_back
     cache = Cache(9, 4)
     table = cache.start("s", SYSTEM).table
     pin = pinned_beside(cache, [*SYSTEM, 1, 2], table)
-    assert cache.pins.kept(pin) == 8
+    assert cache.pins.kept_tokens(pin) == 8
     table.append([1, 2], 4)
     assert cache.reserve(table, 10, 12, 50) is not None
     cache.fail_step(50)
     cache.release(table, 10)
     cache.check([])
-    assert cache.pins.kept(pin) == 8
+    assert cache.pins.kept_tokens(pin) == 8
     assert cache.use("again", [*SYSTEM, 1, 2]) >= 8
-    assert cache.pins.kept(pin) == 12
+    assert cache.pins.kept_tokens(pin) == 12
     cache.check([])
 
 
@@ -139,14 +139,14 @@ def test_a_rest_moves_to_the_block_that_takes_its_place() -> None:
     cache = Cache(17, 4)
     first = cache.start("first", SYSTEM).table
     pin = pinned_beside(cache, SYSTEM, first)
-    assert cache.pins.kept(pin) == 10
+    assert cache.pins.kept_tokens(pin) == 10
     second = cache.start("second", [*SYSTEM, 1, 2, 3]).table
     first.append([1, 2], 4)
     assert cache.reserve(first, 10, 12, 60) is not None
     cache.finish_step(60)
     cache.commit(first, 12)
     cache.check([first, second])
-    assert cache.pins.kept(pin) == 10
+    assert cache.pins.kept_tokens(pin) == 10
     assert not first.blocks[2].indexed
     cache.release(first, 12)
     cache.release(second, 13)
@@ -158,6 +158,6 @@ def test_the_check_finds_a_broken_promise() -> None:
     cache = Cache(9, 4)
     cache.use("s", SYSTEM)
     pin = pinned(cache, SYSTEM)
-    cache.pins._let_go(pin.pieces[0])
+    cache.pins._release(pin.pieces[0])
     with pytest.raises(CacheInvariantError, match="computed and not held"):
         cache.check([])

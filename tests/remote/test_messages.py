@@ -20,7 +20,7 @@ SAMPLING = SamplingParams(
     stop_token_ids=(2,),
     logprobs=2,
 )
-REQUEST = Request("r", (1, 2, 3), SAMPLING, 1.25, (0, 5), "tenant", False)
+REQUEST = Request("r", (1, 2, 3), SAMPLING, 1.25, (0, 5), "tenant")
 LOGPROBS = (TokenLogprobs(4, -0.5, 1, ((4, -0.5), (9, -float("inf")))),)
 REPORT = CacheReport(9, 8, "hit", "all", 8, True, Neighbour("a", 1.5, (7, 8)), Eviction(2.0, "b", 16, 32), "x")
 PROMPT = PromptDone(REPORT, 0.1, 0.0, 0.5, (None, *LOGPROBS))

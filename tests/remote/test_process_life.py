@@ -86,7 +86,7 @@ def test_a_failed_check_is_raised_and_reported_and_not_fatal() -> None:
             with pytest.raises(CacheInvariantError, match="are not 8"):
                 await client.check()
             await collect(client, request("a"))
-            await until(lambda: client.broken_books is not None)
+            await until(lambda: client.cache_fault is not None)
             assert client.dead is None
             assert len(tokens(await collect(client, request("b")))) == 5
 

@@ -181,7 +181,7 @@ def make_engine(runner: FakeRunner, **settings: object) -> Engine:
 
 def make_request(id: str, prompt: Iterable[int], max_tokens: int = 4, **fields: object) -> Request:
     """A request of plain tokens. ``cache_salt``, ``eos_token_ids``, ``arrival`` go to it, the rest to its sampling."""
-    own = {name: fields.pop(name) for name in ("cache_salt", "eos_token_ids", "read_cache") if name in fields}
+    own = {name: fields.pop(name) for name in ("cache_salt", "eos_token_ids") if name in fields}
     sampling = SamplingParams(max_tokens=max_tokens, **fields)  # type: ignore[arg-type]
     return Request(id, tuple(prompt), sampling, arrival=0.0, **own)  # type: ignore[arg-type]
 

@@ -49,6 +49,7 @@ class ScriptedEngine:
     stats: EngineStats = field(default_factory=lambda: EngineStats(total_blocks=64))
     dead: str | None = None
     hung: str | None = None
+    cache_fault: str | None = None
     on_step: list[Callable[[StepResult], None]] = field(default_factory=list)
     seen: list[Request] = field(default_factory=list)
     running: set[str] = field(default_factory=set)

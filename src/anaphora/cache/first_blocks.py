@@ -1,4 +1,4 @@
-"""First blocks by their tokens alone: how many prompts another salt would have served, for the operator's counts."""
+"""Finds first blocks by their tokens alone, under any salt, for the operator's count of isolated prompts."""
 
 from __future__ import annotations
 
@@ -6,24 +6,28 @@ from anaphora.cache.hashing import BlockHash
 from anaphora.cache.index import PrefixIndex
 
 
-class Heads:
-    """Under which root the first block of a prompt was computed last; of its tokens only a number is kept."""
+class FirstBlocks:
+    """Maps Python's hash of a first block's tokens to the block hash under which they were last indexed.
 
-    def __init__(self, index: PrefixIndex, blocks: int) -> None:
+    Two token strings with the same Python hash share an entry, so answers are estimates; they are only counted.
+    Keeps at most ``2 * num_blocks`` entries, plus one.
+    """
+
+    def __init__(self, index: PrefixIndex, num_blocks: int) -> None:
         self._index = index
-        self._most = 2 * blocks
-        self._heads: dict[int, BlockHash] = {}
+        self._capacity = 2 * num_blocks
+        self._block_hashes: dict[int, BlockHash] = {}
 
     def __len__(self) -> int:
-        return len(self._heads)
+        return len(self._block_hashes)
 
-    def note(self, digest: BlockHash, tokens: bytes) -> None:
-        """A first block has been indexed."""
-        if len(self._heads) > self._most:
-            self._heads = {number: head for number, head in self._heads.items() if head in self._index.full}
-        self._heads[hash(tokens)] = digest
+    def add(self, digest: BlockHash, tokens: bytes) -> None:
+        """Record that a first block with these packed tokens has been indexed as ``digest``."""
+        if len(self._block_hashes) > self._capacity:
+            self._block_hashes = {key: block for key, block in self._block_hashes.items() if block in self._index.full}
+        self._block_hashes[hash(tokens)] = digest
 
-    def elsewhere(self, digest: BlockHash, tokens: bytes) -> bool:
-        """Whether a prompt's first block is cached, as far as is known, under another root than its own."""
-        head = self._heads.get(hash(tokens))
-        return head is not None and head != digest and head in self._index.full
+    def cached_under_other_root(self, digest: BlockHash, tokens: bytes) -> bool:
+        """Return whether these packed tokens are cached as another block hash than ``digest``."""
+        other = self._block_hashes.get(hash(tokens))
+        return other is not None and other != digest and other in self._index.full

@@ -1,4 +1,4 @@
-"""Which block holds which tokens: full blocks by hash, and what continues a prefix, for matches to the token.
+"""The prefix index: finds full blocks by hash, and the blocks that continue a prefix, for matches exact to the token.
 
 ::
 
@@ -6,40 +6,41 @@
                      │
                      └──────────► [the mat and]            an unfilled tail, found under its parent by its tokens
 
-A prompt "The cat sat on the mat and purred" takes the first block by hash. Nothing has its second block's hash, so the
-blocks that continue the first one are asked for the longest common beginning: "the mat and", which ends inside either
-of the two. Continuations are kept sorted by their tokens, so the longest common beginning stands next to the place
-where the wanted tokens would be inserted.
+A prompt "The cat sat on the mat and purred" matches the first block by hash. No block has its second hash, so the
+index looks among the blocks that continue the first one for the longest common beginning: "the mat and", which both of
+them contain. Continuations are sorted by their tokens, so the longest common beginning is next to the position where
+the wanted tokens would be inserted.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from anaphora.cache.block import Block
 from anaphora.cache.hashing import TOKEN_BYTES, BlockHash
 
 NEIGHBOURS = 8
+"""Continuations that ``neighbour`` and ``next_block`` look at, on each side of a position."""
 
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """Longest indexed beginning of a prompt.
+    """The longest indexed prefix of a prompt: ``tokens`` tokens.
 
-    ``blocks`` are full blocks in order. ``tail`` is a block of which ``tokens - len(blocks) * block_size`` more
-    tokens match. ``wait`` is the hash of the next full block where a running sequence is about to compute it.
+    ``blocks`` are the full blocks in order; ``tail`` is a block whose first ``tokens - len(blocks) * block_size``
+    tokens match too. ``pending`` is the hash of the next full block if a running sequence is about to compute it.
     """
 
     blocks: tuple[Block, ...] = ()
     tail: Block | None = None
     tokens: int = 0
-    wait: BlockHash | None = None
+    pending: BlockHash | None = None
 
 
 def common_tokens(a: bytes | bytearray, b: bytes | bytearray) -> int:
-    """Length in tokens of the common beginning of two packed token strings."""
+    """Return the number of tokens with which two packed token strings both begin."""
     low, high = 0, min(len(a), len(b)) // TOKEN_BYTES
     while low < high:
         middle = (low + high + 1) // 2
@@ -51,17 +52,24 @@ def common_tokens(a: bytes | bytearray, b: bytes | bytearray) -> int:
 
 
 class PrefixIndex:
-    """Hash to block, parent to continuations, and the hashes that somebody is about to compute (pending)."""
+    """All indexed blocks.
+
+    ``full`` maps hashes to full blocks. ``pending`` maps hashes that a running sequence is about to compute to that
+    sequence's block table.
+    """
 
     def __init__(self, block_size: int) -> None:
         self.block_size = block_size
         self.full: dict[BlockHash, Block] = {}
         self.pending: dict[BlockHash, object] = {}
+        # Computed blocks by parent: sorted (tokens, block id, block), and the one that was added last.
         self._continuations: dict[BlockHash, list[tuple[bytes, int, Block]]] = {}
         self._latest: dict[BlockHash, Block] = {}
 
-    def match(self, root: BlockHash, hashes: list[BlockHash], packed: bytes | None) -> Match:
-        """Longest match of a prompt with these full-block hashes and packed tokens (None: full blocks only)."""
+    # --- looking up ------------------------------------------------------------------------------------------------
+
+    def match(self, root: BlockHash, hashes: list[BlockHash], packed: bytes) -> Match:
+        """Return the longest match of a prompt with these packed tokens and hashes of its full blocks."""
         size = self.block_size * TOKEN_BYTES
         blocks: list[Block] = []
         for digest in hashes:
@@ -69,18 +77,16 @@ class PrefixIndex:
             if block is None:
                 break
             blocks.append(block)
+        held = b"".join([block.tokens for block in blocks])
+        if not packed.startswith(held):  # two different blocks have the same digest
+            del blocks[common_tokens(held, packed) // self.block_size :]
         found = len(blocks)
-        if packed is not None:
-            held = b"".join([block.tokens for block in blocks])
-            if not packed.startswith(held):  # a digest that two blocks have in common
-                found = common_tokens(held, packed) // self.block_size
-                del blocks[found:]
         tokens = found * self.block_size
         if found < len(hashes) and hashes[found] in self.pending:
-            return Match(tuple(blocks), None, tokens, wait=hashes[found])
-        parent = hashes[found - 1] if found else root
-        if packed is None or len(packed) == found * size:
+            return Match(tuple(blocks), None, tokens, pending=hashes[found])
+        if len(packed) == found * size:
             return Match(tuple(blocks), None, tokens)
+        parent = hashes[found - 1] if found else root
         tail, more = self._longest_continuation(parent, packed[found * size : (found + 1) * size])
         return Match(tuple(blocks), tail, tokens + more)
 
@@ -95,25 +101,21 @@ class PrefixIndex:
                 best, length = block, common
         return best, length
 
-    def holder(self, parent: BlockHash, tokens: bytes) -> Block | None:
-        """A computed block that continues ``parent`` with all of these tokens."""
+    def find_continuation(self, parent: BlockHash, tokens: bytes) -> Block | None:
+        """Return a computed block that continues ``parent`` and begins with all of ``tokens``."""
         block, known = self._longest_continuation(parent, tokens)
         return block if known * TOKEN_BYTES == len(tokens) else None
 
-    def continuations(self, digest: BlockHash) -> Iterator[Block]:
-        """The computed full blocks that continue a hash or a root."""
-        return (block for _, _, block in self._continuations.get(digest, ()) if block.hash is not None)
-
-    def made_by(self, key: str, parents: Iterable[BlockHash]) -> list[Block]:
-        """The computed blocks, full or not, by which the sequence of that key went on from one of ``parents``."""
+    def computed_by(self, request_id: str, parents: Iterable[BlockHash]) -> list[Block]:
+        """Return the blocks, full or not, that this request computed and that continue one of ``parents``."""
         found = (block for parent in parents for _, _, block in self._continuations.get(parent, ()))
-        return [block for block in found if block.made_by == key]
+        return [block for block in found if block.computed_by == request_id]
 
     def neighbour(self, parent: BlockHash, wanted: bytes, shared: int) -> Block | None:
-        """A computed block under ``parent`` that begins with the first ``shared`` tokens of ``wanted`` and goes on.
+        """Return a computed block under ``parent`` that shares the first ``shared`` tokens of ``wanted`` and continues.
 
-        Of several the one that was made last, chosen among the one that was indexed last and the ``NEIGHBOURS`` on
-        either side of the place where ``wanted`` would be.
+        Of several, the one whose request came last, chosen among the block that was indexed last and the
+        ``NEIGHBOURS`` blocks on each side of the position of ``wanted``.
         """
         entries = self._continuations.get(parent)
         if not entries:
@@ -126,19 +128,24 @@ class PrefixIndex:
             *(block for _, _, block in entries[max(at - NEIGHBOURS, 0) : at + NEIGHBOURS]),
         ):
             if block is not None and block.filled > shared and block.tokens.startswith(prefix):
-                best = block if best is None or block.made > best.made else best
+                best = block if best is None or block.arrival > best.arrival else best
         return best
 
-    def continuation(self, block: Block) -> Block | None:
-        """What follows a full block in the sequence that made it; None where that is not to be found quickly."""
+    def next_block(self, block: Block) -> Block | None:
+        """Return the block that follows a full block in the request that computed it.
+
+        None also if it is not among the latest and the first ``NEIGHBOURS`` continuations.
+        """
         if block.hash is None:
             return None
         entries = self._continuations.get(block.hash, ())
-        alike = [self._latest.get(block.hash), *(other for _, _, other in entries[:NEIGHBOURS])]
-        return next((other for other in alike if other is not None and other.made_by == block.made_by), None)
+        candidates = [self._latest.get(block.hash), *(other for _, _, other in entries[:NEIGHBOURS])]
+        return next((other for other in candidates if other and other.computed_by == block.computed_by), None)
 
-    def add_full(self, block: Block, digest: BlockHash, parent: BlockHash, tokens: bytes = b"") -> None:
-        """Index a full block; it can be referenced from now on, and copied from once it is ready."""
+    # --- adding and removing ---------------------------------------------------------------------------------------
+
+    def add_full(self, block: Block, digest: BlockHash, parent: BlockHash, tokens: bytes) -> None:
+        """Index a full block. It can be referenced from now on, and copied from once ``set_ready`` was called."""
         if block.indexed:
             self.remove(block)
         block.hash, block.parent, block.tokens, block.filled = digest, parent, tokens, self.block_size
@@ -146,14 +153,15 @@ class PrefixIndex:
         self.full[digest] = block
 
     def set_ready(self, block: Block) -> list[Block]:
-        """The block's contents are computed. Returns tails that it makes redundant (they are its beginning)."""
+        """Mark the block as computed. Returns the tails that are now redundant, since it begins with their tokens."""
         block.ready = True
         return self._add_continuation(block)
 
     def add_tail(self, block: Block, parent: BlockHash, tokens: bytes) -> list[Block] | None:
-        """Index a computed unfilled block, or what has been added to it since.
+        """Index a computed unfilled block, or again after its tokens have grown to ``tokens``.
 
-        Returns tails that it makes redundant; None (and nothing done) where all of its tokens are indexed already.
+        Returns the tails that are now redundant. Returns None, and does nothing, if another indexed block begins with
+        all of its tokens.
         """
         _, known = self._longest_continuation(parent, tokens)
         if known * TOKEN_BYTES == len(tokens) and block.tokens != tokens:
@@ -179,7 +187,7 @@ class PrefixIndex:
         return redundant
 
     def remove(self, block: Block) -> None:
-        """Forget a block. What continues it stays, and is found again when its own tokens are computed again."""
+        """Remove a block. Its continuations stay, and are found again once its own tokens are computed again."""
         assert block.parent is not None
         if block.hash is not None:
             del self.full[block.hash]
@@ -194,5 +202,12 @@ class PrefixIndex:
                 del self._latest[block.parent]
             if (parent := self.full.get(block.parent)) is not None:
                 parent.children -= 1
-        block.forget()
+        block.clear()
         block.children = 0
+
+    def faults(self) -> list[str]:
+        """Return violated invariants of full and pending blocks."""
+        faults = [f"hash {h.hex()[:8]} leads to {b}" for h, b in self.full.items() if b.hash != h]
+        faults += [f"{b} is idle but not computed" for b in self.full.values() if not b.ready and not b.ref_count]
+        faults += [f"pending {h.hex()[:8]} has a block" for h in self.pending if h in self.full]
+        return faults

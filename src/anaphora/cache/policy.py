@@ -1,30 +1,35 @@
-"""Eviction order of idle blocks, one small class a policy."""
+"""Eviction policies: the order in which idle blocks are evicted. One small class per policy."""
 
 from __future__ import annotations
 
 from collections import OrderedDict
 from itertools import chain
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
-if TYPE_CHECKING:
-    from anaphora.cache.block import Block
+from anaphora.cache.block import Block
 
 
 class EvictionPolicy(Protocol):
-    """Holds the idle blocks. ``victim`` chooses, the caller removes.
+    """Holds the idle blocks. ``victim`` only chooses; the caller removes.
 
-    ``keep_recent`` parts the full blocks in the ``count`` used last, of which ``is_recent`` is true, and the others.
+    ``keep_recent(count)`` marks the ``count`` most recently used full blocks, for which ``is_recent`` is then true:
+    those that a cache with that many idle blocks would still hold.
     """
 
-    def add(self, block: Block) -> None: ...
+    def add(self, block: Block) -> None:
+        """Insert a block as the most recently used."""
 
-    def remove(self, block: Block) -> None: ...
+    def remove(self, block: Block) -> None:
+        """Take out a block that is here."""
 
-    def victim(self) -> Block: ...
+    def victim(self) -> Block:
+        """Return the block to evict next."""
 
-    def keep_recent(self, count: int) -> None: ...
+    def keep_recent(self, count: int) -> None:
+        """Mark the ``count`` most recently used full blocks."""
 
-    def is_recent(self, block: Block) -> bool: ...
+    def is_recent(self, block: Block) -> bool:
+        """Return whether ``keep_recent`` has marked the block."""
 
     def __len__(self) -> int: ...
 
@@ -32,27 +37,30 @@ class EvictionPolicy(Protocol):
 
 
 class LRU:
-    """Least recently used first, leaves before what they continue, unfilled tails before full blocks.
+    """Least recently used first; leaves before their parents, unfilled tails before full blocks.
 
-    A sequence releases its blocks deepest first, so a block is hardly ever older than what continues it, and the
-    search for a leaf ends at the first entry. It goes on only where a continuation is in use through a private copy
-    of this block; if no idle block is a leaf, the oldest goes.
+    A sequence releases its deepest block first, so a block is almost never older than its children, and the search
+    for a leaf ends at the first entry. It continues only if a child is in use through a private copy of this block;
+    if no idle block is a leaf, the oldest one is evicted.
     """
 
     def __init__(self) -> None:
         self._tails: OrderedDict[int, Block] = OrderedDict()
-        # Full blocks: all of the first were used before all of the second.
+        # Full blocks: every block in _others was used before every block in _recent.
         self._others: OrderedDict[int, Block] = OrderedDict()
         self._recent: OrderedDict[int, Block] = OrderedDict()
 
     def add(self, block: Block) -> None:
+        """Insert a block as the most recently used."""
         (self._recent if block.hash else self._tails)[block.id] = block
 
     def remove(self, block: Block) -> None:
+        """Take out a block that is here."""
         order = self._tails if not block.hash else self._recent if block.id in self._recent else self._others
         del order[block.id]
 
     def victim(self) -> Block:
+        """Return the block to evict next."""
         if self._tails:
             return next(iter(self._tails.values()))
         for block in chain(self._others.values(), self._recent.values()):
@@ -61,6 +69,7 @@ class LRU:
         return next(chain(self._others.values(), self._recent.values()))
 
     def keep_recent(self, count: int) -> None:
+        """Mark the ``count`` most recently used full blocks; costs as much as ``count`` has changed since last time."""
         others, recent = self._others, self._recent
         while len(recent) > count:
             id, block = recent.popitem(last=False)
@@ -71,6 +80,7 @@ class LRU:
             recent.move_to_end(id, last=False)
 
     def is_recent(self, block: Block) -> bool:
+        """Return whether ``keep_recent`` has marked the block."""
         return block.id in self._recent
 
     def __len__(self) -> int:

@@ -9,34 +9,50 @@ from anaphora.cache.hashing import TOKEN_BYTES, BlockHash, extend_chain, pack
 
 
 class BlockTable:
-    """What one sequence knows of its tokens and holds of the cache.
+    """The known tokens of one sequence, their block hashes, and the blocks that it holds.
 
-    ``hashes`` has one entry a full block of known tokens; ``packed`` holds the tokens, 4 bytes each, or is None where
-    only block keys are known. Blocks from ``private_from`` on were taken fresh and are written by this sequence
-    alone; those before are shared, and a shared one that must be written is copied first. The first ``settled``
-    blocks are indexed, or never will be. ``bypass`` names the feature for which
-    its prompt is computed whole, whatever is known of it. ``made`` is when it was made (clock seconds).
+    - ``packed``: the known tokens, 4 bytes each; ``hashes``: one hash for each full block of them
+    - ``blocks``: the blocks held, in order. Those from ``private_from`` on were allocated for this sequence and only
+      it writes them; those before are shared, and a shared block is copied before the sequence writes into it
+    - ``index_from``: the first block that ``commit`` may still have to index
+    - ``pending``: hashes that this sequence has announced to compute
+    - ``bypass``: the request field because of which the cache is not read for this prompt, or ""
+    - ``request_id`` and ``arrival`` (clock seconds) go into reports about blocks that this sequence computes
     """
 
-    __slots__ = ("blocks", "bypass", "hashes", "key", "made", "owned", "packed", "private_from", "root", "settled")
+    __slots__ = (
+        "arrival",
+        "blocks",
+        "bypass",
+        "hashes",
+        "index_from",
+        "packed",
+        "pending",
+        "private_from",
+        "request_id",
+        "root",
+    )
 
     def __init__(
-        self, key: str, root: BlockHash, packed: bytearray | None, *, bypass: str = "", made: float = 0.0
+        self, request_id: str, root: BlockHash, packed: bytearray, *, bypass: str = "", arrival: float = 0.0
     ) -> None:
-        self.key = key
-        self.made = made
+        self.request_id = request_id
         self.root = root
         self.packed = packed
         self.bypass = bypass
+        self.arrival = arrival
         self.hashes: list[BlockHash] = []
         self.blocks: list[Block] = []
-        self.owned: list[BlockHash] = []
+        self.pending: list[BlockHash] = []
         self.private_from = 0
-        self.settled = 0
+        self.index_from = 0
 
     def append(self, token_ids: Iterable[int], block_size: int) -> None:
-        """More tokens are known: hash the blocks that they fill."""
-        assert self.packed is not None
+        """Add known tokens, and hash the blocks of ``block_size`` tokens that they fill."""
         self.packed += pack(token_ids)
         if len(self.packed) >= (len(self.hashes) + 1) * block_size * TOKEN_BYTES:
             extend_chain(self.hashes, self.root, self.packed, block_size)
+
+    def parent(self, at: int) -> BlockHash:
+        """Return the hash of the block before block ``at``, or the root."""
+        return self.hashes[at - 1] if at else self.root

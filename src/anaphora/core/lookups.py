@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from anaphora.cache.events import Reason
 from anaphora.cache.explain import AtSizes
 from anaphora.cache.index import Match
 from anaphora.cache.manager import CacheManager
 from anaphora.core.sequence import Sequence
 from anaphora.types.outputs import EngineStats
-from anaphora.types.reports import CacheReport, is_hit
+from anaphora.types.reports import CacheReport, Reason, is_hit
 
 
 class Lookups:
@@ -42,7 +41,7 @@ class Lookups:
             stats.queries += sequence.num_prompt
             stats.hits += report.cached_tokens
             stats.requests_hit += is_hit(sequence.num_prompt, report.cached_tokens)
-            self._cache.usage.hit(taken.blocks, now)
+            self._cache.prefix_hits.add(taken.blocks, now)
         if sizes is not None:
             stats.hits_half += min(sizes.half, report.cached_tokens)  # there may have been no room for all of it
             stats.hits_twice += sizes.twice

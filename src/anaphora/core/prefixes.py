@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from anaphora.cache.hashing import root_hash, unpack
 from anaphora.cache.manager import CacheManager
 from anaphora.cache.pins import Pin
-from anaphora.cache.usage import Used
+from anaphora.cache.prefix_hits import ReusedPrefix
 from anaphora.errors import InvalidRequest, NotFound
 from anaphora.types.reports import PinReport, Prefix, PrefixList, SharedPrefix
 
@@ -60,7 +60,7 @@ class Prefixes:
     def list(self, cache_salt: str | None, limit: int) -> PrefixList:
         """The ``limit`` shared beginnings under a salt that save most, and its pins."""
         root = root_hash(self._identity, cache_salt)
-        shared = self._cache.usage.shared(root)
+        shared = self._cache.prefix_hits.reused(root)
         pins = [self._report(pin, edges=True) for pin in self._cache.pins.by_id.values() if pin.root == root]
         return PrefixList(
             tuple(map(self._shared, shared[:limit])),
@@ -88,9 +88,9 @@ class Prefixes:
 
     def _report(self, pin: Pin, new: bool = False, *, edges: bool = False) -> PinReport:
         start, end = _edges(pin.packed) if edges else ((), ())
-        return PinReport(pin.id, pin.tokens, self._cache.pins.kept(pin), new, start, end)
+        return PinReport(pin.id, pin.tokens, self._cache.pins.kept_tokens(pin), new, start, end)
 
-    def _shared(self, used: Used) -> SharedPrefix:
+    def _shared(self, used: ReusedPrefix) -> SharedPrefix:
         size = self._cache.block_size
         return SharedPrefix(
             used.depth * size,
@@ -98,7 +98,7 @@ class Prefixes:
             used.saved * size,
             max(self._clock() - used.last_hit, 0.0),
             self._cache.pins.holds(used.block),
-            *_edges(self._cache.usage.packed(used.block)),
+            *_edges(self._cache.prefix_hits.prefix_tokens(used.block)),
         )
 
 

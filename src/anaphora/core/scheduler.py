@@ -111,9 +111,7 @@ class Scheduler:
 
     def _table(self, request: Request, choice: int) -> BlockTable:
         root = root_hash(self.identity, request.cache_salt)
-        bypass = "" if request.read_cache else "read_cache"
-        if request.sampling.prompt_logprobs is not None and not choice:
-            bypass = "prompt_logprobs"
+        bypass = "prompt_logprobs" if request.sampling.prompt_logprobs is not None and not choice else ""
         return self.cache.table(request.id, request.prompt_token_ids, root, bypass=bypass)
 
     def explain(self, request: Request) -> CacheReport:
@@ -196,7 +194,9 @@ class Scheduler:
             return False
         sample = end == total
         step.copies += reservation.copies
-        step.chunks.append(Chunk(slot, start, end - start, tokens, write_from, tuple(reservation.changes), sample))
+        step.chunks.append(
+            Chunk(slot, start, end - start, tokens, write_from, tuple(reservation.table_changes), sample)
+        )
         step.work.append(_Work(sequence, sequence.epoch, slot, start, end, sample))
         step.budget -= end - start
         sequence.scheduled = end
@@ -231,7 +231,7 @@ class Scheduler:
         if not self._free_slots or sequence.in_flight:
             return False
         match = self._look_up(sequence)
-        if match.wait is not None:
+        if match.pending is not None:
             return False
         now = self._clock()
         if sequence.wait is not None:
@@ -268,10 +268,10 @@ class Scheduler:
     def _look_up(self, sequence: Sequence) -> Match:
         """What the cache has for the sequence; notes it if what it lacks next is about to be computed by another."""
         match = self.cache.match(sequence.table)
-        if match.wait is not None:
+        if match.pending is not None:
             if sequence.wait is None:
                 sequence.wait_since = self._clock()
-            sequence.wait = match.wait
+            sequence.wait = match.pending
         return match
 
     def _note_waits(self) -> None:
@@ -376,7 +376,7 @@ class Scheduler:
             sequence.alone = True
             if len(guilty) == 1 or sequence.failures >= self.MAX_FAILURES:
                 updates.append(self._give_up(sequence, error))
-                self.cache.distrust(sequence.table)
+                self.cache.invalidate(sequence.table)
         return updates
 
     def give_up(self) -> list[SequenceUpdate]:

@@ -36,10 +36,9 @@ from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamil
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
-from anaphora.cache.events import Reason
 from anaphora.observe.record import RequestRecord
 from anaphora.types.outputs import EngineInfo, EngineStats, StepResult
-from anaphora.types.reports import HIT_TOKENS
+from anaphora.types.reports import HIT_TOKENS, Reason
 
 logger = logging.getLogger("anaphora.metrics")
 

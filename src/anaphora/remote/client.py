@@ -59,7 +59,7 @@ class EngineClient:
     """An engine in a process of its own. Belongs to the event loop in which it was started.
 
     ``info`` and ``stats`` (the latest) come from the engine; ``on_step`` functions are called with each StepResult.
-    ``dead`` is the reason once the engine is gone, ``hung`` one while it hangs, ``broken_books`` what the engine's idle
+    ``dead`` is the reason once the engine is gone, ``hung`` one while it hangs, ``cache_fault`` what the engine's idle
     check complained about.
     """
 
@@ -69,7 +69,7 @@ class EngineClient:
     def __init__(self) -> None:
         self.on_step: list[Callable[[StepResult], None]] = []
         self.dead: str | None = None
-        self.broken_books: str | None = None
+        self.cache_fault: str | None = None
         self._sent = 0
         self._streams: dict[str, _Stream] = {}
         self._calls: dict[int, asyncio.Future[Any]] = {}
@@ -282,7 +282,7 @@ class EngineClient:
                 self._ready.set_result(None)
             case messages.CheckFailed(failure):
                 logger.error("the engine's cache check failed: %s", failure.message)
-                self.broken_books = failure.message
+                self.cache_fault = failure.message
             case messages.StartFailed(failure):
                 self._ready.set_exception(failure.error())
                 self._last_words.set()

@@ -2,10 +2,28 @@
 
 from __future__ import annotations
 
+import enum
 from dataclasses import dataclass
 
 HIT_TOKENS = 16
 """From so many reused tokens on a request counts as a hit: fewer are what a chat template puts before every prompt."""
+
+
+class Reason(enum.StrEnum):
+    """Why a lookup matched no more tokens than it did; docs/cache.md explains each one to users."""
+
+    HIT = "hit"
+    """Everything cached under this prefix was reused; no cached sequence continues it."""
+    SHORT = "short"
+    """All prompt tokens except the last one, which is always computed."""
+    COLD = "cold"
+    DIVERGED = "diverged"
+    """A cached prompt continues with other tokens."""
+    EVICTED = "evicted"
+    IN_FLIGHT = "in_flight"
+    """Another running sequence is computing the next block."""
+    BYPASSED = "bypassed"
+    """The cache was not read: it is off, or the request needs every position computed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +57,7 @@ class Eviction:
 class CacheReport:
     """What one lookup found, and why not more. Fixed when the request is first scheduled.
 
-    ``reason`` is one of cache.events.Reason; ``detail`` says it in words that hold nothing of another tenant.
+    ``detail`` says it in words that hold nothing of another tenant.
     ``position`` is the first token that was not reused; ``waited`` says that the request waited for another's
     computation of the same prefix. ``neighbour`` is there where it diverged, ``eviction`` where it was evicted (but
     for a block that had no room for a copy), ``feature`` names the field or flag that bypassed the cache.
@@ -47,7 +65,7 @@ class CacheReport:
 
     prompt_tokens: int
     cached_tokens: int
-    reason: str
+    reason: Reason
     detail: str = ""
     position: int = 0
     waited: bool = False

@@ -13,8 +13,7 @@ MAX_SALT_LENGTH = 256
 class Request:
     """One prompt as the engine takes it. ``arrival`` is time.monotonic(); ``sampling.max_tokens`` is a number here.
 
-    ``eos_token_ids`` end a choice unless ``sampling.ignore_eos``. ``read_cache`` False computes the whole prompt
-    (it may still be stored); a request with prompt_logprobs is treated so in any case.
+    ``eos_token_ids`` end a choice unless ``sampling.ignore_eos``.
     """
 
     id: str
@@ -23,4 +22,3 @@ class Request:
     arrival: float
     eos_token_ids: tuple[int, ...] = ()
     cache_salt: str | None = None
-    read_cache: bool = True

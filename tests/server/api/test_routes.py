@@ -23,7 +23,7 @@ async def test_models(bench: Bench) -> None:
     assert (await bench.client.get("/v1/models/other")).status_code == 404
 
 
-@pytest.mark.parametrize("trouble", ["dead", "hung"])
+@pytest.mark.parametrize("trouble", ["dead", "hung", "cache_fault"])
 async def test_health_says_what_is_wrong_with_the_engine(bench: Bench, trouble: str) -> None:
     assert (await bench.client.get("/health")).json() == {"status": "ok"}
     setattr(bench.engine, trouble, "it has gone for a walk")

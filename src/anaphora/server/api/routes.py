@@ -11,7 +11,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 
-from anaphora.errors import AnaphoraError, Conflict, EngineDead, InvalidRequest, NotFound
+from anaphora.errors import AnaphoraError, CacheInvariantError, Conflict, EngineDead, InvalidRequest, NotFound
 from anaphora.server.api import prompts
 from anaphora.server.api.chat import chat
 from anaphora.server.api.completions import complete
@@ -85,10 +85,12 @@ class Reads:
         }
 
     async def health(self, _: Request) -> Response:
-        """200 while the engine lives and goes on, else 503 with the reason."""
+        """200 while the engine works as it should, else 503 with the reason."""
         engine = self._service.engine
         if (trouble := engine.dead or engine.hung) is not None:
             return error_response(EngineDead(trouble))
+        if engine.cache_fault is not None:
+            return error_response(CacheInvariantError(engine.cache_fault))
         return json_response({"status": "ok"})
 
     async def version(self, _: Request) -> Response:

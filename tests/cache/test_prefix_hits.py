@@ -18,13 +18,13 @@ class Counting(Cache):
 
     def use(self, key: str, ids: list[int], root=ROOT) -> int:
         blocks = self.match(self.table(key, ids, root)).blocks
-        self.usage.hit(blocks, self._clock())
+        self.prefix_hits.add(blocks, self._clock())
         self.saved += len(blocks) * self.block_size
         return super().use(key, ids, root)
 
 
 def rows(cache: Cache, root=ROOT) -> list[tuple[int, int, int]]:
-    return [(used.depth * 4, used.hits, used.saved * 4) for used in cache.usage.shared(root)]
+    return [(used.depth * 4, used.hits, used.saved * 4) for used in cache.prefix_hits.reused(root)]
 
 
 def test_hits_pass_through_what_they_extend() -> None:
@@ -39,9 +39,9 @@ def test_hits_pass_through_what_they_extend() -> None:
     cache.use("turn three", [*talk, 1])
     assert rows(cache) == [(8, 7, 56), (16, 1, 8)]
     assert sum(saved for *_, saved in rows(cache)) == cache.saved
-    top, turn = cache.usage.shared(ROOT)
+    top, turn = cache.prefix_hits.reused(ROOT)
     assert (top.last_hit, turn.last_hit) == (3.0, 3.0)
-    assert unpack(cache.usage.packed(turn.block)) == talk[:16]
+    assert unpack(cache.prefix_hits.prefix_tokens(turn.block)) == talk[:16]
     assert rows(cache, OTHER) == []
 
 
@@ -72,7 +72,7 @@ def test_rows_add_up_and_count_like_a_plain_tally(prompts: list[list[int]]) -> N
             tally[tuple(prompt[:c])] = tally.get(tuple(prompt[:c]), 0) + 1
         seen |= {tuple(prompt[:c]) for c in range(0, len(prompt) + 1, 2)}
         cache.use(f"p{i}", prompt)
-    found = {tuple(unpack(cache.usage.packed(u.block))): u.hits for u in cache.usage.shared(ROOT)}
+    found = {tuple(unpack(cache.prefix_hits.prefix_tokens(u.block))): u.hits for u in cache.prefix_hits.reused(ROOT)}
     further = {p: max((h for q, h in tally.items() if q[:-2] == p), default=0) for p in tally}
     assert found == {p: hits for p, hits in tally.items() if hits > further[p]}
-    assert sum(u.saved for u in cache.usage.shared(ROOT)) * 2 == cache.saved
+    assert sum(u.saved for u in cache.prefix_hits.reused(ROOT)) * 2 == cache.saved
