@@ -47,6 +47,16 @@ def shared_data() -> Path:
 
 
 @pytest.fixture
+def amx_used(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Whether the test runs on AMX kernels; False switches them off. See ``tests/support/amx.py``."""
+    from anaphora.kernels.cpu import amx
+
+    used: bool = request.param
+    monkeypatch.setattr(amx, "AMX", used)
+    return used
+
+
+@pytest.fixture
 def engine_surroundings(monkeypatch: pytest.MonkeyPatch, repository: Path) -> Iterator[None]:
     """The engine process can import ``tests``; temporary files go to an empty folder with a short name."""
     path = (str(repository), os.environ.get("PYTHONPATH"))

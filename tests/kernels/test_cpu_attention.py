@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 
@@ -15,6 +16,7 @@ from anaphora.attention.cpu_plan import SEGMENT_TOKENS
 from anaphora.kernels.cpu import amx
 from anaphora.kernels.cpu.attention_generic import KEY_BLOCK, WRITE_ROWS
 from anaphora.kernels.cpu.simd import LANES
+from tests.support.amx import on_and_off
 
 BLOCK = 4
 HEADS = 6
@@ -93,22 +95,19 @@ def test_every_shape_and_length(layout: KVLayout, options: LayerOptions, threads
         assert float(gap) < 1e-5, lengths[row]
 
 
+@on_and_off
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 @pytest.mark.parametrize("layout", SHAPES.values(), ids=SHAPES)
-def test_bfloat16_by_tiles_and_by_vectors(
-    layout: KVLayout, options: LayerOptions, threads: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_bfloat16(layout: KVLayout, options: LayerOptions, threads: int, amx_used: bool) -> None:
     torch.manual_seed(3)
     lengths = [1, BLOCK + 1, 63, 64, 65, KEY_BLOCK, KEY_BLOCK + 1, SEGMENT_TOKENS + 1]
     tokens = [torch.randn(length, layout.width).bfloat16() for length in lengths]
     query = torch.randn(HEADS, len(lengths), layout.key_size).bfloat16()
-    for by_tiles in {amx.AMX, False}:
-        monkeypatch.setattr(amx, "AMX", by_tiles)
-        found = decode(layout, tokens, query, options)
-        for row, known in enumerate(tokens):
-            gap = (found[row] - exact(layout, known, query[:, row], options)).abs().max()
-            # Weights and output are rounded to 8 bits.
-            assert float(gap) < 2**-7 * float(known.abs().max()), (by_tiles, lengths[row])
+    found = decode(layout, tokens, query, options)
+    for row, known in enumerate(tokens):
+        gap = (found[row] - exact(layout, known, query[:, row], options)).abs().max()
+        # Weights and output are rounded to 8 bits.
+        assert float(gap) < 2**-7 * float(known.abs().max()), lengths[row]
 
 
 @pytest.mark.parametrize(
@@ -152,6 +151,16 @@ def test_new_tokens_are_rounded_as_torch_rounds(model: torch.dtype, pool: torch.
     others = torch.ones(200, dtype=torch.bool)
     others[slots] = False
     assert backend.pools[0][others].isnan().all()
+
+
+@pytest.mark.parametrize(("switch", "used"), [("0", False), ("1", amx.AMX), (None, amx.AMX)])
+def test_the_environment_variable_switches_amx_off(switch: str | None, used: bool) -> None:
+    code = "from anaphora.kernels.cpu import amx; print(amx.AMX, amx.PROCESSOR_HAS_AMX)"
+    environment = {name: value for name, value in os.environ.items() if name != amx.SWITCH}
+    environment |= {amx.SWITCH: switch} if switch else {}
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment)
+    # What is compiled stays the same: kernels are kept on disk and found by runs with either setting.
+    assert ran.stdout.split() == [str(used), str(amx.PROCESSOR_HAS_AMX)]
 
 
 def test_without_numba_it_is_said_what_to_install() -> None:

@@ -1,4 +1,4 @@
-"""Attention over panels against float64: what is written is read, and nothing else is."""
+"""Attention against float64 over blocks of whole panels, by AMX and by the generic kernel; the layout of panels."""
 
 from __future__ import annotations
 
@@ -8,12 +8,11 @@ from torch import Tensor
 
 from anaphora.attention.base import KVLayout, LayerOptions, QueryRange, StepLayout
 from anaphora.attention.cpu import CpuAttention
+from anaphora.attention.cpu_calls import RowWriter
 from anaphora.attention.cpu_plan import SEGMENT_TOKENS
-from anaphora.kernels.cpu import amx
 from anaphora.kernels.cpu.attention_amx import KEY_BLOCK, PANEL
 from anaphora.types.batch import BlockCopy, PrefixGroup
-
-pytestmark = pytest.mark.skipif(not amx.AMX, reason="this processor has no tile registers")
+from tests.support.amx import on_and_off
 
 HEADS = 6
 SHAPES = {
@@ -103,9 +102,10 @@ def exact(keys: Tensor, values: Tensor, query: Tensor, start: int, options: Laye
     return (scores.softmax(-1) @ values).transpose(0, 1)
 
 
+@on_and_off
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 @pytest.mark.parametrize("layout", SHAPES.values(), ids=SHAPES)
-def test_rows_of_every_length_alone(layout: KVLayout, options: LayerOptions, threads: int) -> None:
+def test_rows_of_every_length_alone(layout: KVLayout, options: LayerOptions, threads: int, amx_used: bool) -> None:
     torch.manual_seed(0)
     world = World(layout)
     for length in LENGTHS:
@@ -115,9 +115,12 @@ def test_rows_of_every_length_alone(layout: KVLayout, options: LayerOptions, thr
     world.run({number: (length - 1, length) for number, length in enumerate(LENGTHS)}, options)
 
 
+@on_and_off
 @pytest.mark.parametrize("block_size", [16, 48])
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-def test_chunks_beside_rows_in_nested_groups(block_size: int, options: LayerOptions, threads: int) -> None:
+def test_chunks_beside_rows_in_nested_groups(
+    block_size: int, options: LayerOptions, threads: int, amx_used: bool
+) -> None:
     torch.manual_seed(1)
     world = World(SHAPES["usual"], block_size)
     shared, more = 144, 96
@@ -139,7 +142,8 @@ def test_chunks_beside_rows_in_nested_groups(block_size: int, options: LayerOpti
     world.run({**rows, chunk: (77, 301)}, options, groups)
 
 
-def test_scores_that_grow_along_the_keys() -> None:
+@on_and_off
+def test_scores_that_grow_along_the_keys(amx_used: bool) -> None:
     """Each block's largest is far above the last one's, so that sums are rescaled, and weights are as exact."""
     torch.manual_seed(2)
     world = World(SHAPES["usual"])
@@ -150,7 +154,8 @@ def test_scores_that_grow_along_the_keys() -> None:
     world.run({number: (4 * KEY_BLOCK - 40, 4 * KEY_BLOCK)}, OPTIONS["plain"])
 
 
-def test_only_the_tokens_of_the_step_are_written() -> None:
+@on_and_off
+def test_only_the_tokens_of_the_step_are_written(amx_used: bool) -> None:
     torch.manual_seed(3)
     world = World(SHAPES["usual"])
     number = world.sequence(3 * PANEL)
@@ -163,8 +168,9 @@ def test_only_the_tokens_of_the_step_are_written() -> None:
     assert torch.equal(pool[~before.isnan()], before[~before.isnan()])
 
 
+@on_and_off
 @pytest.mark.parametrize("filled", [1, PANEL - 1, PANEL, PANEL + 3])
-def test_a_copy_is_as_good_as_its_source(filled: int) -> None:
+def test_a_copy_is_as_good_as_its_source(filled: int, amx_used: bool) -> None:
     torch.manual_seed(4)
     world = World(SHAPES["usual"], 2 * PANEL)
     first = world.sequence(filled + 9)
@@ -175,3 +181,23 @@ def test_a_copy_is_as_good_as_its_source(filled: int) -> None:
     source, target = world.tables[first][0], world.tables[second][0]
     world.backend.copy_blocks([BlockCopy(source=source, target=target, filled=filled)])
     world.run({first: (filled, filled + 1), second: (filled, filled + 9)}, OPTIONS["plain"])
+
+
+@pytest.mark.parametrize("layout", SHAPES.values(), ids=SHAPES)
+def test_new_tokens_are_written_as_panels(layout: KVLayout, threads: int) -> None:
+    """The layout that ``attention_amx.py`` draws, in tokens, heads and elements. Writing uses no AMX instruction."""
+    torch.manual_seed(5)
+    pool = torch.full((6 * PANEL, layout.width), torch.nan, dtype=torch.bfloat16)
+    slots = torch.randperm(len(pool))[:70]
+    key, value = (torch.randn(layout.heads, 70, size).bfloat16() for size in (layout.key_size, layout.value_size))
+    RowWriter(slots).write(layout, pool, key, value, True)
+    panels = pool.view(-1, PANEL * layout.width)
+    cut = PANEL * layout.heads * layout.key_size
+    # [panels, heads, pairs of elements, tokens, 2] and [panels, heads, columns of 16 values, pairs of tokens, 16, 2]
+    keys = panels[:, :cut].view(6, layout.heads, -1, PANEL, 2)
+    values = panels[:, cut:].view(6, layout.heads, -1, PANEL // 2, 16, 2)
+    keys = keys.permute(1, 0, 3, 2, 4).reshape(layout.heads, 6 * PANEL, layout.key_size)
+    values = values.permute(1, 0, 3, 5, 2, 4).reshape(layout.heads, 6 * PANEL, layout.value_size)
+    assert torch.equal(keys[:, slots], key)
+    assert torch.equal(values[:, slots], value)
+    assert int((~pool.isnan()).sum()) == 70 * layout.width

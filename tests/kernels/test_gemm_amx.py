@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from anaphora.kernels.cpu import amx, attention_generic, decoder_amx, gemm_amx
+from anaphora.kernels.cpu import attention_generic, decoder_amx, gemm_amx
 from anaphora.model.fuse.packed_linear import OneDnnLinear, TiledLinear, linear, packs
+from tests.support.amx import NEEDS_AMX, on_and_off
 
 SIZES = {"usual": (96, 64), "one pair of tiles": (32, 32), "many outputs": (64, 480), "an odd pair": (160, 96)}
-FITTING = pytest.mark.skipif(not amx.AMX, reason="this processor has no tile registers")
 
 
 def random(size: int, outputs: int) -> tuple[Tensor, Tensor]:
@@ -24,7 +24,7 @@ def random(size: int, outputs: int) -> tuple[Tensor, Tensor]:
     return torch.randn(outputs, size).bfloat16() / size**0.5, torch.randn(outputs).bfloat16()
 
 
-@pytest.mark.parametrize("kind", [pytest.param(TiledLinear, marks=FITTING), OneDnnLinear])
+@pytest.mark.parametrize("kind", [pytest.param(TiledLinear, marks=NEEDS_AMX), OneDnnLinear])
 @pytest.mark.parametrize("activates", [False, True])
 @pytest.mark.parametrize("biased", [False, True])
 @pytest.mark.parametrize(("size", "outputs"), SIZES.values(), ids=SIZES)
@@ -42,7 +42,7 @@ def test_every_number_of_rows(size: int, outputs: int, biased: bool, activates: 
         assert float((found - expected).abs().max()) < 2**-7 * float(expected.abs().max()), rows
 
 
-@FITTING
+@NEEDS_AMX
 def test_a_row_does_not_depend_on_the_rows_beside_it() -> None:
     layer = linear(*random(96, 64))
     x = torch.randn(200, 96).bfloat16()
@@ -51,18 +51,22 @@ def test_a_row_does_not_depend_on_the_rows_beside_it() -> None:
         assert torch.equal(layer(x[row : row + 1])[0], together[row])
 
 
-@FITTING
-def test_nothing_behind_the_last_row_is_read() -> None:
+@on_and_off
+def test_nothing_behind_the_last_row_is_read(amx_used: bool) -> None:
     """The rows end where their memory does: what reads on ends the process."""
-    layer, rows, size = linear(*random(64, 480)), 5, 64
+    weight, bias = random(64, 480)
+    if not packs(weight):
+        pytest.skip("this processor multiplies no bfloat16")
+    layer, rows, size = linear(weight, bias), 5, 64
+    assert isinstance(layer, TiledLinear if amx_used else OneDnnLinear)
     whole = mmap.mmap(-1, mmap.PAGESIZE)
     x = torch.frombuffer(whole, dtype=torch.bfloat16)[-rows * size :].view(rows, size)
     x.copy_(torch.randn(rows, size))
     assert torch.equal(layer(x), layer(x.clone()))
 
 
-@FITTING
-def test_two_threads_do_not_share_their_scratch() -> None:
+@on_and_off
+def test_two_threads_do_not_share_their_scratch(amx_used: bool) -> None:
     """Each of two models may have a thread of its own."""
     layers = [linear(*random(96, 480)), linear(*random(160, 96))]
     inputs = [torch.randn(33, size).bfloat16() for size in (96, 160)]

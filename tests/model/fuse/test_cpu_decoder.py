@@ -9,15 +9,13 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from anaphora.kernels.cpu import amx
 from anaphora.model.fuse.cpu_decoder import DecoderStack
 from anaphora.model.fuse.packed_linear import pack
 from anaphora.model.fuse.parity import close
 from anaphora.types.batch import BlockCopy, PrefixGroup
+from tests.support.amx import NEEDS_AMX, on_and_off
 from tests.support.checkpoints import FAMILIES, VOCAB, save
 from tests.support.steps import Recorder, eager_logits
-
-pytestmark = pytest.mark.skipif(not amx.AMX, reason="this processor has no tile registers")
 
 FITTING: dict[str, Any] = {"hidden_size": 96, "intermediate_size": 160, "head_dim": 32, "initializer_range": 0.2}
 STACKED = ("llama", "smollm2", "mistral", "qwen2", "qwen3")
@@ -49,11 +47,12 @@ def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     return Pair(save(folder, request.param, dtype=torch.bfloat16, **FITTING))
 
 
+@on_and_off
 @pytest.mark.parametrize("block_size", [16, 4])
-def test_prompts_and_rows_of_every_kind(pair: Pair, block_size: int) -> None:
+def test_prompts_and_rows_of_every_kind(pair: Pair, block_size: int, amx_used: bool) -> None:
     """A whole prompt, chunks of it, a copied tail, rows in groups beside a chunk; in panels and in plain rows."""
     run = Recorder(pair.folder, block_size=block_size)
-    assert is_stacked(run)
+    assert is_stacked(run) is amx_used
     per = 32 // block_size
     count = -(-60 // block_size)
 
@@ -87,7 +86,8 @@ def test_prompts_and_rows_of_every_kind(pair: Pair, block_size: int) -> None:
         gaps += [pair.gap(run, slot, text) for slot, text in texts.items()]
         if more:
             gaps.append(pair.gap(run, 3, fresh))
-    assert max(gaps) < 0.05, gaps
+    # Transformers' code rounds to bfloat16 after each operation, the fused decoder less often.
+    assert max(gaps) < (0.05 if amx_used else 0.07), gaps
 
 
 def chunk(run: Recorder, slot: int, prompt: list[int], start: int, end: int) -> Any:
@@ -95,6 +95,7 @@ def chunk(run: Recorder, slot: int, prompt: list[int], start: int, end: int) -> 
     return run.chunk(slot, start, end)
 
 
+@NEEDS_AMX
 def test_a_row_does_not_depend_on_the_rows_beside_it(pair: Pair) -> None:
     run = Recorder(pair.folder, block_size=16)
     for slot in range(9):
@@ -106,6 +107,7 @@ def test_a_row_does_not_depend_on_the_rows_beside_it(pair: Pair) -> None:
     assert not torch.equal(run.logits[1], alone)
 
 
+@NEEDS_AMX
 @pytest.mark.parametrize("block_size", [16, 48])
 def test_a_cached_prefix_changes_no_bit(pair: Pair, block_size: int) -> None:
     """Wherever the cached part ends, and where all of the prompt but its last token is cached."""
@@ -120,8 +122,9 @@ def test_a_cached_prefix_changes_no_bit(pair: Pair, block_size: int) -> None:
         assert torch.equal(run.logits[1], cold), cut
 
 
+@on_and_off
 @pytest.mark.parametrize("family", [name for name in FAMILIES if name not in STACKED])
-def test_other_families_keep_their_layers(family: str, tmp_path: Path) -> None:
+def test_other_families_keep_their_layers(family: str, tmp_path: Path, amx_used: bool) -> None:
     changes = {"hidden_size": 96, "intermediate_size": 160}
     run = Recorder(save(tmp_path, family, dtype=torch.bfloat16, **changes), block_size=16)
     assert not is_stacked(run)
@@ -130,6 +133,7 @@ def test_other_families_keep_their_layers(family: str, tmp_path: Path) -> None:
     assert torch.isfinite(run.logits[0]).all()
 
 
+@on_and_off
 @pytest.mark.parametrize(
     "changes",
     [
@@ -139,7 +143,9 @@ def test_other_families_keep_their_layers(family: str, tmp_path: Path) -> None:
     ],
     ids=["another activation", "no whole tile", "a small head"],
 )
-def test_what_the_kernel_does_not_do_is_left_to_the_model(changes: dict[str, Any], tmp_path: Path) -> None:
+def test_what_the_kernel_does_not_do_is_left_to_the_model(
+    changes: dict[str, Any], tmp_path: Path, amx_used: bool
+) -> None:
     folder = save(tmp_path, "llama", dtype=torch.bfloat16, **(FITTING | changes))
     pair, run = Pair(folder), Recorder(folder, block_size=16)
     run.step(chunk(run, 0, PROMPT, 0, 45), joins=[run.join(0, PROMPT, range(1, 5))])
@@ -158,16 +164,20 @@ def test_a_fault_in_one_row_is_seen_beside_a_row_that_is_a_thousand_times_as_lar
     assert not close(wrong, out, given)
 
 
-def test_a_pool_in_float32_is_read_as_such(tmp_path: Path) -> None:
+@on_and_off
+def test_a_pool_in_float32_is_read_as_such(tmp_path: Path, amx_used: bool) -> None:
     pair = Pair(save(tmp_path, "llama", dtype=torch.bfloat16, **FITTING))
     run = Recorder(pair.folder, block_size=16, kv_dtype="float32")
-    assert is_stacked(run)
+    assert is_stacked(run) is amx_used
     run.step(chunk(run, 0, PROMPT, 0, 45), joins=[run.join(0, PROMPT, range(1, 5))])
     run.step(run.token(0, 45, 7))
     assert pair.gap(run, 0, [*PROMPT, 7]) < 0.05
 
 
-def test_what_depends_on_the_position_is_seen_in_the_trial(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@on_and_off
+def test_what_depends_on_the_position_is_seen_in_the_trial(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, amx_used: bool
+) -> None:
     """Ministral 3 scales its queries, from a position on that a prompt of the trial's length does not reach."""
     monkeypatch.setitem(FAMILIES, "ministral3", ("Ministral3Config", {}))
     rope = {"rope_type": "yarn", "rope_theta": 1e6, "factor": 16.0, "original_max_position_embeddings": 64}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import os
 import platform
 from typing import Any
 
@@ -44,10 +45,14 @@ def _permitted() -> bool:
         return False
 
 
-KNOWN = platform.machine() == "x86_64" and bool(get_host_cpu_features().get("amx-bf16"))
-"""Whether the processor has the tile registers, and so the 16-lane instructions for bfloat16 too."""
-AMX = KNOWN and _permitted()
-"""Whether the tile registers can be used."""
+PROCESSOR_HAS_AMX = platform.machine() == "x86_64" and bool(get_host_cpu_features().get("amx-bf16"))
+"""Whether kernels are compiled with AMX and AVX-512 BF16 instructions.
+
+It does not depend on ``SWITCH``: compiled kernels are cached on disk, and both settings must find the same ones."""
+SWITCH = "ANAPHORA_CPU_AMX"
+"""Environment variable, read once at import: 0 runs everything on the kernels that any CPU has."""
+AMX = PROCESSOR_HAS_AMX and os.environ.get(SWITCH, "1") != "0" and _permitted()
+"""Whether AMX kernels are used."""
 
 
 FEW = 5
@@ -68,7 +73,7 @@ SHAPES = _shapes()
 
 
 def _call(builder: Any, name: str, *args: Any) -> None:
-    if KNOWN:
+    if PROCESSOR_HAS_AMX:
         call(builder, f"llvm.x86.{name}", ir.VoidType(), *args)
 
 

@@ -8,7 +8,7 @@ import numpy as np
 from llvmlite import ir
 from numba.core import cgutils
 
-from anaphora.kernels.cpu.amx import KNOWN
+from anaphora.kernels.cpu.amx import PROCESSOR_HAS_AMX
 from anaphora.kernels.cpu.simd import (
     ADDRESS,
     FLOAT,
@@ -207,7 +207,7 @@ _EIGHT_BITS = (0.0780244916677475, 0.22606757283210754, 0.6958332061767578, 0.99
 
 def _power(builder: Any, x: Any) -> Any:
     """2 to the power of ``x``, for weights that become bfloat16."""
-    if not KNOWN:
+    if not PROCESSOR_HAS_AMX:
         return exp2(builder, x, exact=False)
     every, flag = ir.Constant(INT16, -1), ir.Constant(INT32, 4)
     down = ir.Constant(INT32, 9)  # less its floor, without a report
@@ -283,7 +283,7 @@ def soften(builder: Any, scores: Any, count: Any, factor: Any, top: Any, total: 
             found.append(_power(builder, multiply_add(builder, score, factor, low)))
             builder.store(builder.fadd(builder.load(chain), found[-1]), chain)
         for n in range(0, 4, 2):
-            if not KNOWN:
+            if not PROCESSOR_HAS_AMX:
                 for m in (n, n + 1):
                     store_narrow(builder, found[m], weights, builder.add(i, number(LANES * m)))
                 continue

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from anaphora.attention.cpu_calls import large
-from anaphora.kernels.cpu import gemm_amx, launch
-from anaphora.kernels.cpu.amx import AMX, SHAPES
+from anaphora.kernels.cpu import amx, gemm_amx, launch
 
 
 def packs(weight: Tensor) -> bool:
@@ -20,7 +19,7 @@ def packs(weight: Tensor) -> bool:
 
 def linear(weight: Tensor, bias: Tensor | None, activates: bool = False) -> nn.Module:
     """The layer with this weight, for which ``packs`` holds; with ``activates`` its result goes through SiLU."""
-    if AMX and all(size % 32 == 0 for size in weight.shape):
+    if amx.AMX and all(size % 32 == 0 for size in weight.shape):
         return TiledLinear(weight, bias, activates)
     return OneDnnLinear(weight, bias, activates)
 
@@ -69,7 +68,7 @@ class TiledLinear(nn.Module):
             "weight": self._kept[0].data_ptr(),
             "bias": 0 if bias is None else self._kept[1].data_ptr(),
             "activates": int(activates),
-            "tiles": SHAPES.ctypes.data,
+            "tiles": amx.SHAPES.ctypes.data,
         }
         brought = gemm_amx.PROJECT.names[gemm_amx.PROJECT.names.index("x") :]
         self._call = launch.Call(gemm_amx.project, gemm_amx.PROJECT, brought, given)
