@@ -167,6 +167,37 @@ def test_the_rules_catch(name: str, source: str, wrong: str) -> None:
     assert forbidden(name, source) == [wrong]
 
 
+DOCTOR = "anaphora.tools.doctor"
+DOCTOR_ROOMS = ("read", "find", "price", "show", "live")
+"""The packages of the doctor, in the order in which a log passes through them."""
+
+
+def later_rooms(name: str, source: str) -> list[str]:
+    """Returns the imports with which a module of one of the doctor's packages reaches into a later one."""
+    own = next((at for at, room in enumerate(DOCTOR_ROOMS) if within(name, f"{DOCTOR}.{room}")), len(DOCTOR_ROOMS))
+    later = [f"{DOCTOR}.{room}" for room in DOCTOR_ROOMS[own + 1 :]]
+    return sorted({target for target in imports(name, source) if any(within(target, room) for room in later)})
+
+
+@pytest.mark.parametrize("name", [name for name in sorted(MODULES) if within(name, DOCTOR)])
+def test_no_package_of_the_doctor_imports_a_later_one(name: str) -> None:
+    assert later_rooms(name, MODULES[name].read_text("utf-8")) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "source", "wrong"),
+    [
+        ("find.patterns", "from anaphora.tools.doctor.price.rerun_log import Outcome", ["price.rerun_log"]),
+        ("read.load_log", "from ..find import value_classes", ["find.value_classes"]),
+        ("price.diagnose", "def f():\n    import anaphora.tools.doctor.live", ["live"]),
+        ("show.fixed_log", "from anaphora.tools.doctor.read import load_log", []),
+        ("command", "from anaphora.tools.doctor.live import next_steps", []),
+    ],
+)
+def test_the_order_of_the_doctors_packages_catches(name: str, source: str, wrong: list[str]) -> None:
+    assert later_rooms(f"{DOCTOR}.{name}", source) == [f"{DOCTOR}.{target}" for target in wrong]
+
+
 def distributions(requirements: list[str]) -> set[str]:
     """Import names of the packages in a list of requirements."""
     names = {re.split(r"[^A-Za-z0-9_.-]", line)[0].lower().replace("-", "_") for line in requirements}

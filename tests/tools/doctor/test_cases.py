@@ -13,8 +13,8 @@ import pytest
 from anaphora.advice.template_checks import examine
 from anaphora.tools.doctor.options import DoctorOptions
 from anaphora.tools.doctor.price.diagnose import Break, Diagnosis, diagnose
-from anaphora.tools.doctor.read.load import from_bodies
-from anaphora.tools.doctor.show.report import NO_GAIN, as_json
+from anaphora.tools.doctor.read.load_log import log_from_bodies
+from anaphora.tools.doctor.show.diagnosis_json import NO_GAIN, as_json
 from anaphora.tools.lint.template import load_template
 from anaphora.tools.shared.tokenizer_and_template import TokenizerAndTemplate, load_tokenizer_and_template
 from tests.tools.doctor import logs
@@ -32,7 +32,7 @@ def model() -> TokenizerAndTemplate:
 
 
 def examined(bodies: list[Body], model: TokenizerAndTemplate) -> tuple[Diagnosis, list[Break]]:
-    diagnosis = diagnose(from_bodies(bodies, model))
+    diagnosis = diagnose(log_from_bodies(bodies, model))
     return diagnosis, diagnosis.breaks
 
 

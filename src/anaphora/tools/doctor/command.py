@@ -12,14 +12,14 @@ from rich.text import Text
 
 from anaphora.advice import template_checks
 from anaphora.errors import ConfigError
-from anaphora.tools.doctor.live import command as live_command
+from anaphora.tools.doctor.live import examine_server
 from anaphora.tools.doctor.options import DoctorOptions, ExplainOptions
-from anaphora.tools.doctor.price.compare import compare
+from anaphora.tools.doctor.price.compare_baseline import compare
 from anaphora.tools.doctor.price.diagnose import Diagnosis, diagnose
-from anaphora.tools.doctor.read.load import Log, load
-from anaphora.tools.doctor.show import fixed_log, prompt_starts, terminal
-from anaphora.tools.doctor.show.page import render_page
-from anaphora.tools.doctor.show.report import as_json
+from anaphora.tools.doctor.read.load_log import Log, load_log
+from anaphora.tools.doctor.show import diagnosis_terminal, fixed_log, prompt_starts
+from anaphora.tools.doctor.show.diagnosis_json import as_json
+from anaphora.tools.doctor.show.diagnosis_page import render_page
 from anaphora.tools.lint import command_line, template
 from anaphora.tools.shared.console import LogConsole
 from anaphora.tools.shared.output_file import write_json, write_text
@@ -51,12 +51,12 @@ def main(options: DoctorOptions) -> int:
     data = as_json(diagnosis, options, prices)
     if options.baseline:
         data["baseline"] = compare(examine(dataclasses.replace(options, log=options.baseline)), diagnosis)
-    terminal.show(data, LogConsole())
+    diagnosis_terminal.show(data, LogConsole())
     if options.fix:
         assert options.log is not None
         fixed = fixed_log.write(diagnosis, options.log, options.fix)
         data["fix"] = fixed.as_json()
-        terminal.show_fix(options.fix, data["fix"], LogConsole())
+        diagnosis_terminal.show_fix(options.fix, data["fix"], LogConsole())
     if options.html:
         write_text(options.html, render_page(diagnosis, data))
     if options.json:
@@ -66,7 +66,7 @@ def main(options: DoctorOptions) -> int:
 
 
 def _server(options: DoctorOptions) -> int:
-    data, code = live_command.examine(options)
+    data, code = examine_server.examine(options)
     if options.json:
         write_json(options.json, data)
     return code
@@ -125,7 +125,7 @@ def _template(name: str, json: str | None) -> int:
 
 def _load(options: DoctorOptions, seen: Callable[[int], None]) -> Log:
     assert options.log is not None
-    return load(options.log, load_tokenizer_and_template(options.model, options.chat_template), seen)
+    return load_log(options.log, load_tokenizer_and_template(options.model, options.chat_template), seen)
 
 
 def examine(options: DoctorOptions) -> Diagnosis:

@@ -18,7 +18,7 @@ from anaphora.text.chat_template import ChatTemplate, default_template
 from anaphora.text.tokenizer import read_object
 from anaphora.tools.doctor.options import DoctorOptions
 from anaphora.tools.lint.template import load_template
-from anaphora.tools.shared.request_log.log_files import read
+from anaphora.tools.shared.request_log.log_files import read_requests
 from anaphora.tools.shared.server_version import version_of
 from anaphora.tools.shared.tokenizer_and_template import TokenizerAndTemplate
 
@@ -254,7 +254,7 @@ def _facts(options: DoctorOptions, model: TokenizerAndTemplate) -> tuple[int | N
     lengths: list[int] = []
     known: dict[str, int] = {}
     scored = requests = 0
-    for logged in read(options.log, lambda *_: None, lambda _: None):
+    for logged in read_requests(options.log, lambda *_: None, lambda _: None):
         requests += 1
         scored += logged.body.get("prompt_logprobs") is not None
         text = next((m["content"] for m in logged.messages[:1] if m.get("role") in ("system", "developer")), None)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from anaphora.tools.doctor.price.diagnose import diagnose
-from anaphora.tools.doctor.read.load import from_bodies
+from anaphora.tools.doctor.read.load_log import log_from_bodies
 from anaphora.tools.shared.tokenizer_and_template import TokenizerAndTemplate, load_tokenizer_and_template
 from tests.tools.doctor import logs
 from tests.tools.doctor.logs import Body
@@ -248,7 +248,7 @@ CLEAN: list[Callable[[], list[Body]]] = [
 @pytest.mark.parametrize("make", CLEAN, ids=lambda make: make.__name__)
 def test_nothing_to_mend(make: Callable[[], list[Body]], model: TokenizerAndTemplate) -> None:
     bodies = make()
-    diagnosis = diagnose(from_bodies(bodies, model))
+    diagnosis = diagnose(log_from_bodies(bodies, model))
     assert len(diagnosis.log.prompts) == len(bodies)
     assert [
         (b.finding.kind, b.finding.samples) for b in diagnosis.breaks if b.tokens_lost or b.status == "confirmed"

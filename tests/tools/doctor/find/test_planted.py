@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from anaphora.tools.doctor.price.diagnose import Break, Diagnosis, diagnose
-from anaphora.tools.doctor.read.load import from_bodies
+from anaphora.tools.doctor.read.load_log import log_from_bodies
 from anaphora.tools.shared.tokenizer_and_template import TokenizerAndTemplate, load_tokenizer_and_template
 from tests.tools.doctor import logs
 from tests.tools.doctor.logs import Body
@@ -25,7 +25,7 @@ def model() -> TokenizerAndTemplate:
 
 
 def examined(bodies: list[Body], model: TokenizerAndTemplate) -> tuple[Diagnosis, list[Break]]:
-    diagnosis = diagnose(from_bodies(bodies, model))
+    diagnosis = diagnose(log_from_bodies(bodies, model))
     return diagnosis, [item for item in diagnosis.breaks if item.status == "confirmed"]
 
 
@@ -373,7 +373,7 @@ def test_results_with_their_keys_in_another_order_each_turn(model: TokenizerAndT
     assert [(item.finding.kind, item.finding.role) for item in found] == [("key_order", "tool")]
     assert found[0].finding.message == 3
     mended = logs.interleaved([[rounds(n, step, None) for step in range(6)] for n in range(4)])
-    truth = diagnose(from_bodies(mended, model)).before.hit_rate
+    truth = diagnose(log_from_bodies(mended, model)).before.hit_rate
     assert diagnosis.best.hit_rate == pytest.approx(truth, abs=0.01)
 
 
@@ -386,7 +386,7 @@ def test_a_subset_of_the_tools_in_each_request(model: TokenizerAndTemplate) -> N
     assert [(item.finding.kind, item.finding.message) for item in found] == [("tool_set", -1)]
     assert found[0].repair is not None
     assert found[0].repair.place == "all tools"
-    truth = diagnose(from_bodies([{**body, "tools": tools} for body in bodies], model)).before
+    truth = diagnose(log_from_bodies([{**body, "tools": tools} for body in bodies], model)).before
     assert diagnosis.best.computed == truth.computed
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from anaphora.tools.doctor.price.diagnose import Break, diagnose
-from anaphora.tools.doctor.read.load import from_bodies
+from anaphora.tools.doctor.read.load_log import log_from_bodies
 from anaphora.tools.shared.tokenizer_and_template import TokenizerAndTemplate, load_tokenizer_and_template
 from tests.tools.doctor import logs, plants
 from tests.tools.doctor.logs import Body
@@ -40,7 +40,7 @@ PLACES = (at_head, in_the_middle, in_a_sentence)
 
 
 def examined(bodies: list[Body], model: TokenizerAndTemplate) -> list[Break]:
-    return [item for item in diagnose(from_bodies(bodies, model)).breaks if item.status == "confirmed"]
+    return [item for item in diagnose(log_from_bodies(bodies, model)).breaks if item.status == "confirmed"]
 
 
 def check(plant: Plant, numbers: list[int], place: Callable[[str], str], model: TokenizerAndTemplate) -> None:

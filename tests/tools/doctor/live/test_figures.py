@@ -12,10 +12,10 @@ from rich.console import Console
 
 from anaphora.errors import ConfigError
 from anaphora.tools.doctor import DoctorOptions, run
-from anaphora.tools.doctor.live.figures import figures
 from anaphora.tools.doctor.live.next_steps import advise
-from anaphora.tools.doctor.live.sampling import Seen
-from anaphora.tools.doctor.live.terminal import show
+from anaphora.tools.doctor.live.scrape import ScrapedServer
+from anaphora.tools.doctor.live.server_figures import figures
+from anaphora.tools.doctor.live.server_terminal import show
 from anaphora.tools.shared.metrics_page import parse
 from anaphora.tools.shared.server_version import version_of
 from tests.tools.doctor import pages
@@ -24,7 +24,7 @@ from tests.tools.doctor import pages
 def examined(
     *texts: str, engine: str = "vllm", version: str | None = "0.33.0", details: dict[str, Any] | None = None
 ) -> dict[str, Any]:
-    seen = Seen("http://server:8000", engine, version, details or {}, [parse(text) for text in texts], 30.0)
+    seen = ScrapedServer("http://server:8000", engine, version, details or {}, [parse(text) for text in texts], 30.0)
     data = figures(seen)
     return data | {"advice": advise(data)}
 
@@ -61,7 +61,7 @@ def test_the_figures_of_a_sample_and_since_the_start() -> None:
 def test_requests_with_a_hit_are_bounded_by_the_lengths_that_were_computed() -> None:
     cold, warm = pages.vllm(20), pages.vllm(80, cached=2304)
     both = parse(cold + warm.replace('engine="0"', 'engine="1"'))
-    seen = Seen("http://server", "vllm", "0.33.0", {}, [both])
+    seen = ScrapedServer("http://server", "vllm", "0.33.0", {}, [both])
     share = figures(seen)["since_start"]["requests_hit"]
     assert share["at_least"] == pytest.approx(0.8)
     assert 0.8 <= share["at_most"] <= 1
@@ -329,7 +329,7 @@ def test_ctrl_c_ends_the_sample_and_not_the_report(
         if (stop := next(pauses)) is not None:
             raise stop
 
-    monkeypatch.setattr("anaphora.tools.doctor.live.sampling.time.sleep", sleep)
+    monkeypatch.setattr("anaphora.tools.doctor.live.scrape.time.sleep", sleep)
     with pages.serving(Vllm()) as url:
         assert run(DoctorOptions(log=url, sample=600)) == 0
     shown = " ".join(capsys.readouterr().out.split())
@@ -351,7 +351,7 @@ def test_a_server_that_goes_away_is_reported_with_code_2(capsys: pytest.CaptureF
     with pages.serving(lambda path, headers: answers(path, headers) if answers.read < 1 else (503, "gone")) as url:
         assert run(DoctorOptions(log=url, sample=0.05)) == 0
     assert "ended early" in capsys.readouterr().out
-    seen = Seen("u", "vllm", None, {}, [parse(pages.vllm(1))], broken="it stopped answering", unreachable=True)
+    seen = ScrapedServer("u", "vllm", None, {}, [parse(pages.vllm(1))], broken="it stopped answering", unreachable=True)
     assert "it stopped answering" in figures(seen)["notes"][0]
 
 

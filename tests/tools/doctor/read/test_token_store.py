@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from anaphora.cache.hashing import pack, unpack
 from anaphora.text.tokenizer import Tokenizer
-from anaphora.tools.doctor.read.token_store import Store
+from anaphora.tools.doctor.read.token_store import TokenStore
 from anaphora.tools.shared.simulate import LimitedCache, UnlimitedCache
 from anaphora.tools.shared.tokenizer_and_template import load_tokenizer_and_template
 from tests.support import vocabularies
@@ -25,7 +25,7 @@ PARTS = st.lists(st.sampled_from([*LETTERS, *SPACES, "<|im_start|>", "<|im_end|>
 @settings(max_examples=300, deadline=None)
 @given(st.lists(PARTS.map("".join), max_size=5))
 def test_joined_texts_are_one_text(texts: list[str]) -> None:
-    store = Store(TOKENIZER)
+    store = TokenStore(TOKENIZER)
     pieces = store.join([store.intern(text) for text in texts])
     whole = "".join(texts)
     assert "".join(store.piece_texts[piece] for piece in pieces) == whole
@@ -33,7 +33,7 @@ def test_joined_texts_are_one_text(texts: list[str]) -> None:
 
 
 def test_lines_are_parted_for_our_tokenizer() -> None:
-    store = Store(TOKENIZER)
+    store = TokenStore(TOKENIZER)
     assert len(store.pieces(store.intern("one\ntwo\n\nthree\n4\n- five"))) == 4
 
 
@@ -69,7 +69,7 @@ def test_a_limited_cache_forgets() -> None:
 @pytest.mark.parametrize("kind", vocabularies.KINDS)
 def test_other_tokenizers_have_the_same_ids_too(kind: str, tmp_path: Path) -> None:
     tokenizer = Tokenizer.load(vocabularies.save(tmp_path, vocabularies.make(kind)))
-    store, rng = Store(tokenizer), random.Random(1)
+    store, rng = TokenStore(tokenizer), random.Random(1)
     for _ in range(150):
         texts = ["".join(rng.choices([*LETTERS, *SPACES, " the"], k=rng.randrange(8))) for _ in range(4)]
         joined = store.packed(store.join([store.intern(text) for text in texts]))

@@ -14,18 +14,18 @@ import pytest
 from anaphora.errors import ConfigError
 from anaphora.observe.record import RequestRecord
 from anaphora.tools.doctor.price.diagnose import diagnose
-from anaphora.tools.doctor.read.load import load
-from anaphora.tools.shared.request_log.bodies import Logged
-from anaphora.tools.shared.request_log.log_files import read
+from anaphora.tools.doctor.read.load_log import load_log
+from anaphora.tools.shared.request_log.bodies import LoggedRequest
+from anaphora.tools.shared.request_log.log_files import read_requests
 from anaphora.tools.shared.tokenizer_and_template import load_tokenizer_and_template
 from anaphora.tools.shared.usage import Usage
 
 TRACES = Path(__file__).resolve().parents[5] / "shared/data/inference-perf-otel/examples/otel/test_traces"
 
 
-def requests(path: Path | str) -> tuple[list[Logged], list[int]]:
+def requests(path: Path | str) -> tuple[list[LoggedRequest], list[int]]:
     bad: list[int] = []
-    return list(read(str(path), lambda line, why: bad.append(line))), bad
+    return list(read_requests(str(path), lambda line, why: bad.append(line))), bad
 
 
 def written(tmp_path: Path, *lines: Any) -> Path:
@@ -123,7 +123,7 @@ def test_requests_that_were_refused_are_none(tmp_path: Path) -> None:
 def test_a_record_without_its_prompt_says_how_to_get_it(told: dict[str, int], tmp_path: Path) -> None:
     path = written(tmp_path, {"time": 1.0, "id": "r", "model": "m", "route": "/v1/completions", "total_s": 0.5} | told)
     with pytest.raises(ConfigError, match="--record-prompts"):
-        load(str(path), load_tokenizer_and_template(None, None))
+        load_log(str(path), load_tokenizer_and_template(None, None))
 
 
 def test_a_broken_first_line_costs_no_other(tmp_path: Path) -> None:
@@ -241,7 +241,7 @@ def test_our_own_records(tmp_path: Path) -> None:
     ],
 )
 def test_no_line_brings_it_down(line: Any, tmp_path: Path) -> None:
-    log = load(str(written(tmp_path, CHAT, line, line, CHAT)), load_tokenizer_and_template(None, None))
+    log = load_log(str(written(tmp_path, CHAT, line, line, CHAT)), load_tokenizer_and_template(None, None))
     assert len(log.prompts) + log.bad_lines >= 2
     assert [prompt.line for prompt in log.prompts if prompt.line in (1, 4)] == [1, 4]
     assert diagnose(log).before.total > 0

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from anaphora.errors import ConfigError
-from anaphora.tools.doctor.read.load import load
-from anaphora.tools.shared.request_log.bodies import Logged
-from anaphora.tools.shared.request_log.log_files import read
+from anaphora.tools.doctor.read.load_log import load_log
+from anaphora.tools.shared.request_log.bodies import LoggedRequest
+from anaphora.tools.shared.request_log.log_files import read_requests
 from anaphora.tools.shared.tokenizer_and_template import load_tokenizer_and_template
 
 PARAMS = "SamplingParams(n=1, temperature=0.3, stop=[], seed=None, extra_args=None)"
@@ -19,11 +19,11 @@ PROMPT = "<|im_start|>system\nBe \"brief\" and say 'yes', prompt: 'x', params: \
 REST = "prompt_token_ids: None, lora_request: None, prompt_adapter_request: None."
 
 
-def requests(tmp_path: Path, *lines: str) -> tuple[list[Logged], list[tuple[int, str]]]:
+def requests(tmp_path: Path, *lines: str) -> tuple[list[LoggedRequest], list[tuple[int, str]]]:
     path = tmp_path / "vllm.log"
     path.write_text("\n".join(lines) + "\n")
     bad: list[tuple[int, str]] = []
-    return list(read(str(path), lambda line, why: bad.append((line, why)))), bad
+    return list(read_requests(str(path), lambda line, why: bad.append((line, why)))), bad
 
 
 @pytest.mark.parametrize(
@@ -79,7 +79,7 @@ def test_a_log_without_prompts_says_how_to_get_them(tmp_path: Path) -> None:
     assert found == []
     assert "VLLM_LOGGING_LEVEL" in bad[0][1]
     with pytest.raises(ConfigError, match="VLLM_LOGGING_LEVEL"):
-        load(str(tmp_path / "vllm.log"), load_tokenizer_and_template(None, None))
+        load_log(str(tmp_path / "vllm.log"), load_tokenizer_and_template(None, None))
     details = "DEBUG 03-01 09:00:00 [logger.py:33] Request a details: prompt: 'p', prompt_token_ids: [1]"
     found, bad = requests(tmp_path, details, line)
     assert (len(found), bad) == (1, [])

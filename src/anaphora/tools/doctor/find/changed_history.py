@@ -9,12 +9,12 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from anaphora.text.outline import NOBODY
-from anaphora.tools.doctor.find.continued import Difference, end_of, rendered
 from anaphora.tools.doctor.find.findings import Finding, Repair, around, shown
+from anaphora.tools.doctor.find.history_difference import Difference, end_of, rendered
 from anaphora.tools.doctor.find.patterns import common_prefix, common_suffix, squeezed
-from anaphora.tools.doctor.find.values import canonical, classify, widen
+from anaphora.tools.doctor.find.value_classes import canonical, classify, widen
 from anaphora.tools.doctor.find.variation import Occurrence
-from anaphora.tools.doctor.read.load import Log
+from anaphora.tools.doctor.read.load_log import Log
 from anaphora.tools.doctor.read.prompts import Prompt, Run
 
 _SYSTEM = ("system", "developer")
@@ -32,7 +32,7 @@ TRIM_SHARE = 0.8
 
 
 @dataclass(slots=True)
-class HistoryStage:
+class HistoryRewriter:
     """Mends by splicing: what the earlier request sent of the conversation, then what is new."""
 
     differences: dict[int, Difference] = field(default_factory=dict)
@@ -146,9 +146,9 @@ def _without(prompt: Prompt, runs: list[Run], first: int, count: int) -> list[Ru
 # --- Finding ---------------------------------------------------------------------------------------------------------
 
 
-def find(log: Log, previous: Sequence[int]) -> tuple[list[Finding], HistoryStage]:
+def find(log: Log, previous: Sequence[int]) -> tuple[list[Finding], HistoryRewriter]:
     """Every way in which conversations fail to extend themselves."""
-    stage = HistoryStage(previous=previous, log=log)
+    stage = HistoryRewriter(previous=previous, log=log)
     for prompt in log.prompts:
         if (before := previous[prompt.number]) >= 0:
             difference = _difference(log, log.prompts[before], prompt)
@@ -254,7 +254,7 @@ def _template_note(difference: Difference) -> str:
     return "the messages are equal, but the template writes earlier ones differently when new ones follow"
 
 
-def _finding(kind: str, found: list[Difference], log: Log, stage: HistoryStage) -> Finding:
+def _finding(kind: str, found: list[Difference], log: Log, stage: HistoryRewriter) -> Finding:
     first = found[0]
     segment = first.new or next((s for s in first.later.segments if s.message == first.at), first.later.segments[-1])
     text = log.store.text(segment.text)

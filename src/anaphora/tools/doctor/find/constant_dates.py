@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from datetime import datetime
 
-from anaphora.tools.doctor.find import clocks
+from anaphora.tools.doctor.find import dates_and_times
 from anaphora.tools.doctor.find.findings import Finding, Repair, around, shown
-from anaphora.tools.doctor.read.load import Log
+from anaphora.tools.doctor.read.load_log import Log
 from anaphora.tools.doctor.read.prompts import Prompt, Segment
 
 MOST = 5
@@ -36,9 +36,9 @@ def find(log: Log, known: Sequence[Finding]) -> list[Finding]:
 def _present(log: Log, prompt: Prompt, segment: Segment) -> list[Finding]:
     text = log.store.text(segment.text)
     found = []
-    for start, end, kind in clocks.matches(text):
+    for start, end, kind in dates_and_times.matches(text):
         line = max(text.rfind("\n", 0, start) + 1, start - _LABEL)
-        labelled = clocks.NOW.search(text[line:start]) is not None
+        labelled = dates_and_times.NOW.search(text[line:start]) is not None
         if not labelled and not _is_today(text[start:end], prompt.time):
             continue
         found.append(

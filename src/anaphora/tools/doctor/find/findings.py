@@ -12,7 +12,7 @@ KEPT_SAMPLES = 5
 SAMPLE_LENGTH = 200
 
 
-class Stage(Protocol):
+class Rewriter(Protocol):
     """Repairs of one kind as they act on prompts, to be asked in log order after ``reset``."""
 
     def reset(self) -> None: ...

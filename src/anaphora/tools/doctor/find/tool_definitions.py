@@ -9,11 +9,11 @@ from functools import partial
 
 from anaphora.text.outline import NOBODY, TOOLS
 from anaphora.tools.doctor.find.findings import Finding, Repair, shown
-from anaphora.tools.doctor.find.values import canonical, describe
+from anaphora.tools.doctor.find.value_classes import canonical, describe
 from anaphora.tools.doctor.find.variation import Occurrence
-from anaphora.tools.doctor.read.load import Log
+from anaphora.tools.doctor.read.load_log import Log
 from anaphora.tools.doctor.read.prompts import Prompt, Run
-from anaphora.tools.doctor.read.token_store import Store
+from anaphora.tools.doctor.read.token_store import TokenStore
 
 MOST_UNITED = 3
 SETS = ("required", "enum", "type")
@@ -26,10 +26,10 @@ _ADVICE = {
 }
 
 
-class ToolStage:
+class ToolRewriter:
     """Writes tools with equal JSON the same way, and puts them in one order: the most frequent ones first."""
 
-    def __init__(self, prompts: Sequence[Prompt], store: Store) -> None:
+    def __init__(self, prompts: Sequence[Prompt], store: TokenStore) -> None:
         self.active: set[str] = set()
         self._store = store
         self._first: dict[str, int] = {}
@@ -88,9 +88,9 @@ class ToolStage:
         return self._first[self.keys[own]] if text == own else text
 
 
-def find(log: Log, previous: Sequence[int]) -> tuple[list[Finding], ToolStage]:
+def find(log: Log, previous: Sequence[int]) -> tuple[list[Finding], ToolRewriter]:
     """How the tools of each request differ from those of the one before it in its conversation, else of its kind."""
-    stage = ToolStage(log.prompts, log.store)
+    stage = ToolRewriter(log.prompts, log.store)
     latest: dict[tuple[str, frozenset[str]], Prompt] = {}
     seen: dict[str, list[tuple[Prompt, Prompt]]] = {}
     occurrences: list[Occurrence] = []
@@ -128,7 +128,7 @@ def _relative(prompt: Prompt, latest: dict[tuple[str, frozenset[str]], Prompt], 
     return None
 
 
-def _difference(before: Prompt, after: Prompt, stage: ToolStage) -> str | None:
+def _difference(before: Prompt, after: Prompt, stage: ToolRewriter) -> str | None:
     if before.tool_texts == after.tool_texts:
         return None
     old, new = ([stage.keys[text] for text in prompt.tool_texts] for prompt in (before, after))
@@ -151,7 +151,7 @@ def _name(text: str) -> str:
     return str(inner.get("name") or text) if isinstance(inner, dict) else text
 
 
-def _repairs(kind: str, stage: ToolStage) -> list[Repair]:
+def _repairs(kind: str, stage: ToolRewriter) -> list[Repair]:
     here = Repair("same place", _ADVICE[kind], partial(stage.switch, kind))
     if kind == "tool_set" and stage.unites:
         return [here, Repair("all tools", _ADVICE["same_set"], partial(stage.switch, "same_set"), rewrites=False)]
@@ -162,7 +162,7 @@ def _finding(
     kind: str,
     pairs: list[tuple[Prompt, Prompt]],
     log: Log,
-    stage: ToolStage,
+    stage: ToolRewriter,
     occurrences: list[Occurrence],
     names: dict[int, str],
 ) -> Finding:

@@ -9,14 +9,14 @@ from functools import partial
 
 from anaphora.text.outline import TOOLS
 from anaphora.tools.doctor.find.findings import Finding, Repair, around, shown
-from anaphora.tools.doctor.find.moves import MARK, Region, SlotMoves
 from anaphora.tools.doctor.find.patterns import Pattern, Patterns, Span, common_prefix, common_suffix, squeezed
+from anaphora.tools.doctor.find.span_rewriter import MARK, Region, SpanRewriter
 from anaphora.tools.doctor.find.tool_definitions import SETS
-from anaphora.tools.doctor.find.values import LONG_TEXT, are_times, canonical, classify, spelt_alike, widen
+from anaphora.tools.doctor.find.value_classes import LONG_TEXT, are_times, canonical, classify, spelt_alike, widen
 from anaphora.tools.doctor.find.variation import Occurrence
-from anaphora.tools.doctor.read.load import Log
+from anaphora.tools.doctor.read.load_log import Log
 from anaphora.tools.doctor.read.prompts import Prompt, Segment
-from anaphora.tools.doctor.read.token_store import Store
+from anaphora.tools.doctor.read.token_store import TokenStore
 
 LONG_LINE = 100
 """Characters beside a value beyond which only its sentence moves, not its line."""
@@ -54,7 +54,7 @@ SYSTEM = ("system", "developer")
 _NOT_IN_PROMPT = ("request_id", "session_id", "hash", "counter")
 
 
-def _group(prompt: Prompt, segment: Segment, store: Store) -> str | None:
+def _group(prompt: Prompt, segment: Segment, store: TokenStore) -> str | None:
     """Texts of which group a segment is compared with; None where it is no text of the application's."""
     if segment.kind == "prompt":
         return "prompt"
@@ -70,7 +70,7 @@ def _group(prompt: Prompt, segment: Segment, store: Store) -> str | None:
     return "user" if segment.role == "user" else None
 
 
-def find(log: Log, conversations: Sequence[int]) -> tuple[list[Finding], SlotMoves]:
+def find(log: Log, conversations: Sequence[int]) -> tuple[list[Finding], SpanRewriter]:
     """Every changing part, with its class and its repairs."""
     groups: dict[str, Patterns] = {}
     schemas: set[tuple[str, str | None]] = set()
@@ -101,7 +101,7 @@ def find(log: Log, conversations: Sequence[int]) -> tuple[list[Finding], SlotMov
     for index, region in enumerate(regions):
         for number in region.units:
             of_text[number].append(index)
-    moves = SlotMoves(log.store, regions, dict(of_text))
+    moves = SpanRewriter(log.store, regions, dict(of_text))
     places = _places(log.prompts, of_text)
     findings = [
         finding
@@ -133,7 +133,7 @@ def _places(prompts: Sequence[Prompt], of_text: dict[int, list[int]]) -> dict[in
     return places
 
 
-def _families(pattern: Pattern, store: Store) -> list[Pattern]:
+def _families(pattern: Pattern, store: TokenStore) -> list[Pattern]:
     """The pattern, or several in its place where its texts are of a few kinds that happen to share a part.
 
     Two applications with the same rules, one with a clock before them and one with an id, are two families. A text that
@@ -170,7 +170,7 @@ def _shape(value: str) -> str:
 # --- Regions ---------------------------------------------------------------------------------------------------------
 
 
-def _regions(pattern: Pattern, group: str, store: Store) -> Iterator[Region]:
+def _regions(pattern: Pattern, group: str, store: TokenStore) -> Iterator[Region]:
     fitted = {number: spans for number in pattern.members if (spans := pattern.fit(store.text(number))) is not None}
     model = pattern.members[0]
     if len(fitted) < 2 or model not in fitted:
@@ -268,7 +268,7 @@ def _neighbours(texts: dict[int, str], units: dict[int, list[Span]], model: int)
 def _finding(
     index: int,
     region: Region,
-    moves: SlotMoves,
+    moves: SpanRewriter,
     places: dict[int, list[Place]],
     log: Log,
     conversations: Sequence[int],
@@ -307,7 +307,9 @@ def _finding(
     )
 
 
-def _repairs(index: int, region: Region, moves: SlotMoves, segment: Segment, prompts: Sequence[Prompt]) -> list[Repair]:
+def _repairs(
+    index: int, region: Region, moves: SpanRewriter, segment: Segment, prompts: Sequence[Prompt]
+) -> list[Repair]:
     """Where the region could go, of which the best is found by re-running; ``prompts`` are those that have it."""
     kind = region.kind
     if kind in _IN_PLACE:

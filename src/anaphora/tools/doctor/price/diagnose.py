@@ -8,12 +8,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
-from anaphora.tools.doctor.find import changed_history, constant_dates, tool_definitions, varying_spans
-from anaphora.tools.doctor.find.findings import Finding, Repair, Stage
-from anaphora.tools.doctor.find.moves import SlotMoves
-from anaphora.tools.doctor.price.rerun import Outcome, run, run_limited
-from anaphora.tools.doctor.read import conversations
-from anaphora.tools.doctor.read.load import Log
+from anaphora.tools.doctor.find import changed_history, constant_dates, conversations, tool_definitions, varying_spans
+from anaphora.tools.doctor.find.findings import Finding, Repair, Rewriter
+from anaphora.tools.doctor.find.span_rewriter import SpanRewriter
+from anaphora.tools.doctor.price.rerun_log import Outcome, run, run_limited
+from anaphora.tools.doctor.read.load_log import Log
 from anaphora.tools.shared.simulate import UnlimitedCache
 
 MOST_TRIED = 10
@@ -57,7 +56,7 @@ class Diagnosis:
     limits: Counter[str] = field(default_factory=Counter)
     limited: Outcome | None = None
     conversations: int = 0
-    stages: list[Stage] = field(default_factory=list)
+    rewriters: list[Rewriter] = field(default_factory=list)
 
 
 def diagnose(
@@ -76,14 +75,14 @@ def diagnose(
     in_texts, moves = varying_spans.find(log, own)
     in_tools, tools = tool_definitions.find(log, previous)
     in_history, spliced = changed_history.find(log, previous)
-    stages: list[Stage] = [moves, tools, spliced]
+    rewriters: list[Rewriter] = [moves, tools, spliced]
     for finding in in_history:
         if finding.kind == "moved_system":
             _keep_behind(finding.repairs[0], moves)
     in_order = [*in_texts, *in_tools, *in_history]
     found = sorted(in_order, key=lambda finding: (finding.kind != "moved_system", finding.order))
     chosen = _promising(found)
-    best, breaks = _price(log, chosen, stages, before, block_size, advance)
+    best, breaks = _price(log, chosen, rewriters, before, block_size, advance)
     breaks = [item for item in breaks if not (item.finding in in_history and _seen_twice(item, breaks))]
     breaks += [
         Break(f, None, 0, 0, before.hit_rate, "suspected") for f in found if f not in chosen and f.kind != "user_data"
@@ -94,7 +93,7 @@ def diagnose(
     if cache_tokens is not None:
         advance("running the log with the limited cache")
         limited = run_limited(log, cache_tokens, block_size)
-    diagnosis = Diagnosis(log, before, best, breaks, limited=limited, conversations=len(set(own)), stages=stages)
+    diagnosis = Diagnosis(log, before, best, breaks, limited=limited, conversations=len(set(own)), rewriters=rewriters)
     diagnosis.limits = _limits(diagnosis, block_size)
     return diagnosis
 
@@ -111,7 +110,7 @@ def _seen_twice(item: Break, breaks: Sequence[Break]) -> bool:
     )
 
 
-def _keep_behind(repair: Repair, moves: SlotMoves) -> None:
+def _keep_behind(repair: Repair, moves: SpanRewriter) -> None:
     """Constant system text goes to the front only together with what changes in it going behind the history."""
     inner = repair.switch
 
@@ -131,7 +130,7 @@ def _promising(found: Sequence[Finding]) -> list[Finding]:
 def _price(
     log: Log,
     found: Sequence[Finding],
-    stages: list[Stage],
+    rewriters: list[Rewriter],
     before: Outcome,
     block_size: int,
     advance: Callable[[str], None],
@@ -149,7 +148,7 @@ def _price(
         again = 0
         for finding in waiting:
             advance(f"mending: {finding.kind}")
-            item, current = _mend(log, finding, stages, before, current, block_size)
+            item, current = _mend(log, finding, rewriters, before, current, block_size)
             if item.repair is None:
                 tried.append(item)
             else:
@@ -159,22 +158,22 @@ def _price(
         waiting = [item.finding for item in tried[:again]]
         if not waiting and vain:
             advance("mending: several at once")
-            attempt = partial(run, log, stages, block_size=block_size)
+            attempt = partial(run, log, rewriters, block_size=block_size)
             joined, current = _together(vain, breaks, before, current, attempt)
             breaks += joined
             if joined:
                 waiting, vain = [item.finding for item in vain if item.repair is None], []
-    return _placed_again(log, stages, before, current, breaks, block_size), [*breaks, *vain]
+    return _placed_again(log, rewriters, before, current, breaks, block_size), [*breaks, *vain]
 
 
 def _mend(
-    log: Log, finding: Finding, stages: list[Stage], before: Outcome, current: Outcome, block_size: int
+    log: Log, finding: Finding, rewriters: list[Rewriter], before: Outcome, current: Outcome, block_size: int
 ) -> tuple[Break, Outcome]:
     """Try a finding's repairs on the log as it is mended so far; the best stays on where it is worth something."""
     tried: list[tuple[Outcome, Repair]] = []
     for repair in finding.repairs:
         repair.switch(True)
-        tried.append((run(log, stages, block_size=block_size), repair))
+        tried.append((run(log, rewriters, block_size=block_size), repair))
         repair.switch(False)
     near = min(after.computed for after, _ in tried) + _noise(before)
     after, repair = next(entry for entry in tried if entry[0].computed <= near)
@@ -265,7 +264,7 @@ def _switch(old: Sequence[Repair | None], new: Sequence[Repair | None]) -> None:
 
 
 def _placed_again(
-    log: Log, stages: list[Stage], before: Outcome, current: Outcome, breaks: list[Break], block_size: int
+    log: Log, rewriters: list[Rewriter], before: Outcome, current: Outcome, breaks: list[Break], block_size: int
 ) -> Outcome:
     """Try the repairs' other places once more now that all breaks are mended, for all at once and for each.
 
@@ -287,7 +286,7 @@ def _placed_again(
         for _, old, new in turned:
             old.switch(False)
             new.switch(True)
-        after = run(log, stages, block_size=block_size)
+        after = run(log, rewriters, block_size=block_size)
         if after.computed < current.computed - _noise(before):
             last = turned[-1][0]
             last.tokens_lost += current.computed - after.computed

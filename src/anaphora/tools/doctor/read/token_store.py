@@ -28,7 +28,7 @@ _PROBE = (
 )
 
 
-class Store:
+class TokenStore:
     """Interns texts. ``check`` chooses how finely texts are cut: as fine as the tokenizer gives the same ids."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:

@@ -12,13 +12,13 @@ from typing import Any
 import msgspec
 
 from anaphora.errors import ConfigError, InvalidRequest
-from anaphora.tools.doctor.find.changed_history import HistoryStage
-from anaphora.tools.doctor.find.moves import PLACES, SlotMoves
-from anaphora.tools.doctor.find.tool_definitions import ToolStage
+from anaphora.tools.doctor.find.changed_history import HistoryRewriter
+from anaphora.tools.doctor.find.span_rewriter import PLACES, SpanRewriter
+from anaphora.tools.doctor.find.tool_definitions import ToolRewriter
 from anaphora.tools.doctor.price.diagnose import Diagnosis
 from anaphora.tools.doctor.read.prompts import Prompt
-from anaphora.tools.doctor.read.render import Renderer
-from anaphora.tools.shared.request_log.log_files import read
+from anaphora.tools.doctor.read.render_prompts import Renderer
+from anaphora.tools.shared.request_log.log_files import read_requests
 
 _STEP = re.compile(r"([A-Za-z_]+)|\[(\d+)\]")
 _ORIGIN = re.compile(r"(\w+)\[(\d+)\]")
@@ -73,7 +73,7 @@ def write(diagnosis: Diagnosis, source: str, target: str) -> Fixed:
     renderer = Renderer(diagnosis.log.model.template, diagnosis.log.store)
     try:
         with open(target, "wb") as out:
-            for logged in read(source, lambda *_: None):
+            for logged in read_requests(source, lambda *_: None):
                 try:
                     prompt = renderer.render(logged)
                 except InvalidRequest:
@@ -96,10 +96,10 @@ class _Writer:
     def __init__(self, diagnosis: Diagnosis) -> None:
         kept = [item for item in diagnosis.breaks if item.repair is not None and not item.repair.rewrites]
         self.fixed = Fixed(left=[(item.finding.kind, item.finding.path) for item in kept])
-        self.moves = next(stage for stage in diagnosis.stages if isinstance(stage, SlotMoves))
-        self._tools = next(stage for stage in diagnosis.stages if isinstance(stage, ToolStage))
-        self._history = next(stage for stage in diagnosis.stages if isinstance(stage, HistoryStage))
-        for stage in diagnosis.stages:
+        self.moves = next(stage for stage in diagnosis.rewriters if isinstance(stage, SpanRewriter))
+        self._tools = next(stage for stage in diagnosis.rewriters if isinstance(stage, ToolRewriter))
+        self._history = next(stage for stage in diagnosis.rewriters if isinstance(stage, HistoryRewriter))
+        for stage in diagnosis.rewriters:
             stage.reset()
         self._sent: dict[int, list[Any]] = {}
         self._continued = set(self._history.previous)

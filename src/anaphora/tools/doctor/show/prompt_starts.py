@@ -17,11 +17,11 @@ from anaphora.text import outline
 from anaphora.tools.doctor.find.patterns import common_prefix, matching
 from anaphora.tools.doctor.options import DoctorOptions
 from anaphora.tools.doctor.price import diagnose
-from anaphora.tools.doctor.read.load import Log, from_bodies
+from anaphora.tools.doctor.read.load_log import Log, log_from_bodies
 from anaphora.tools.doctor.read.prompts import Prompt
-from anaphora.tools.doctor.show import terminal
-from anaphora.tools.doctor.show.report import as_json
-from anaphora.tools.doctor.show.terminal import marked
+from anaphora.tools.doctor.show import diagnosis_terminal
+from anaphora.tools.doctor.show.diagnosis_json import as_json
+from anaphora.tools.doctor.show.diagnosis_terminal import marked
 from anaphora.tools.shared.tokenizer_and_template import TokenizerAndTemplate
 
 LENGTH = 200
@@ -86,7 +86,7 @@ def _text(log: Log, prompt: Prompt) -> str:
 
 def explain(first: str, second: str, model: TokenizerAndTemplate, console: Console) -> dict[str, Any]:
     """Where and why the second body's prompt stops reusing the first's; prints it and returns the figures."""
-    log = from_bodies([_read(first), _read(second)], model)
+    log = log_from_bodies([_read(first), _read(second)], model)
     if len(log.prompts) != 2:
         why = f": {log.bad[0][1]}" if log.bad else ""
         raise ConfigError(f"{first} and {second} must hold one request each{why}")
@@ -109,7 +109,7 @@ def explain(first: str, second: str, model: TokenizerAndTemplate, console: Conso
         console.print("Neither differs from the other up to the end of the shorter one.")
     data = as_json(diagnose.diagnose(log), DoctorOptions(log=first), {})
     for number, item in enumerate((b for b in data["breaks"] if b["line"] == 2), 1):
-        terminal.show_break(number, item, data, console)
+        diagnosis_terminal.show_break(number, item, data, console)
     return data | {"shared_tokens": shared, "message": message, "role": role, "character": character}
 
 

@@ -26,7 +26,7 @@ class NotARequest(ValueError):
 
 
 @dataclass(slots=True)
-class Logged:
+class LoggedRequest:
     """One request of a log. ``origins[i]`` is the JSON path of ``messages[i]`` in the body.
 
     ``prompt`` is set, and ``messages`` empty, for a completion. ``time`` is Unix seconds. ``body`` is the body as it
@@ -51,7 +51,7 @@ class Logged:
     outer: dict[str, Any] = field(default_factory=dict)
 
 
-def requests_of(value: Any, line: int) -> Iterator[Logged]:
+def requests_of(value: Any, line: int) -> Iterator[LoggedRequest]:
     """The requests that one JSON value holds. Raises NotARequest."""
     if not isinstance(value, dict):
         raise NotARequest(f"a JSON {type(value).__name__}, not an object")
@@ -94,7 +94,7 @@ def _body(outer: dict[str, Any], depth: int = 0) -> dict[str, Any] | None:
     return outer if _is_body(outer) else None
 
 
-def _logged(outer: dict[str, Any], line: int) -> Iterator[Logged]:
+def _logged(outer: dict[str, Any], line: int) -> Iterator[LoggedRequest]:
     body = _body(outer)
     status = outer.get("status")
     if body is not outer and isinstance(status, int) and status >= 400:
@@ -124,12 +124,12 @@ def _logged(outer: dict[str, Any], line: int) -> Iterator[Logged]:
     common |= {"tools": tools, "kwargs": kwargs if isinstance(kwargs, dict) else {}}
     if not isinstance(body.get("messages"), list) and "prompt" in body:
         for prompt in _prompts(body["prompt"]):
-            yield Logged(messages=[], origins=[], prompt=prompt, **common)
+            yield LoggedRequest(messages=[], origins=[], prompt=prompt, **common)
         return
     messages, origins = _messages(body)
     if not messages and not tools:
         raise NotARequest("its messages are empty")
-    yield Logged(messages=messages, origins=origins, **common)
+    yield LoggedRequest(messages=messages, origins=origins, **common)
 
 
 def _prompts(prompt: Any) -> list[str]:

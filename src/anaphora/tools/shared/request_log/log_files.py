@@ -12,8 +12,8 @@ from typing import IO, Any, cast
 import msgspec
 
 from anaphora.errors import ConfigError
-from anaphora.tools.shared.request_log.bodies import Logged, NotARequest, requests_of
-from anaphora.tools.shared.request_log.vllm_log import VllmLog
+from anaphora.tools.shared.request_log.bodies import LoggedRequest, NotARequest, requests_of
+from anaphora.tools.shared.request_log.vllm_log import VllmLogReader
 
 _NOTHING = object()
 _ADDRESS = re.compile(r"[\w.-]+:\d+")
@@ -22,7 +22,7 @@ _GZIP = b"\x1f\x8b"
 BadLine = Callable[[int, str], None]
 
 
-def read(path: str, bad: BadLine, seen: Callable[[int], None] = lambda _: None) -> Iterator[Logged]:
+def read_requests(path: str, bad: BadLine, seen: Callable[[int], None] = lambda _: None) -> Iterator[LoggedRequest]:
     """The requests of a log in order; ``-`` is standard input.
 
     ``bad`` gets the number of each line that holds no request, and why; ``seen`` the bytes read so far. Raises
@@ -46,8 +46,8 @@ def _open(path: str) -> IO[bytes]:
     return cast(IO[bytes], gzip.open(path)) if packed else open(path, "rb")
 
 
-def _requests(lines: IO[bytes], plain: bool, bad: BadLine, seen: Callable[[int], None]) -> Iterator[Logged]:
-    decoder, log = msgspec.json.Decoder(), VllmLog()
+def _requests(lines: IO[bytes], plain: bool, bad: BadLine, seen: Callable[[int], None]) -> Iterator[LoggedRequest]:
+    decoder, log = msgspec.json.Decoder(), VllmLogReader()
     done, number, first = 0, 0, True
     for number, line in enumerate(lines, 1):
         done += len(line)
@@ -70,7 +70,7 @@ def _requests(lines: IO[bytes], plain: bool, bad: BadLine, seen: Callable[[int],
             yield from _checked(value, number, bad)
 
 
-def _value(line: bytes, decoder: msgspec.json.Decoder[Any], log: VllmLog, plain: bool) -> Any:
+def _value(line: bytes, decoder: msgspec.json.Decoder[Any], log: VllmLogReader, plain: bool) -> Any:
     """What one line holds, _NOTHING for a server's line about something else. ValueError says why it is of no use."""
     if plain:
         return {"prompt": line.decode("utf-8", "replace")}
@@ -87,7 +87,7 @@ def _value(line: bytes, decoder: msgspec.json.Decoder[Any], log: VllmLog, plain:
     return {"prompt": value} if isinstance(value, str) else value
 
 
-def _checked(value: Any, number: int, bad: BadLine) -> Iterator[Logged]:
+def _checked(value: Any, number: int, bad: BadLine) -> Iterator[LoggedRequest]:
     try:
         yield from requests_of(value, number)
     except NotARequest as error:
@@ -99,7 +99,7 @@ def _checked(value: Any, number: int, bad: BadLine) -> Iterator[Logged]:
         bad(number, f"a field does not hold what belongs there: {error}"[:300])
 
 
-def _document(text: bytes, number: int, log: VllmLog, bad: BadLine) -> Iterator[Logged]:
+def _document(text: bytes, number: int, log: VllmLogReader, bad: BadLine) -> Iterator[LoggedRequest]:
     """A file that is one JSON value over several lines: an array of requests, a trace, or one request."""
     decoder = msgspec.json.Decoder()
     try:

@@ -25,7 +25,7 @@ _ADAPTER = re.compile(rf"lora_name=({_STRING})")
 _WRAPPERS = ("log", "message", "msg", "MESSAGE")
 
 
-class VllmLog:
+class VllmLogReader:
     """Reads the lines of one log, which may be mixed with others."""
 
     def __init__(self) -> None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from anaphora.tools.doctor.find.patterns import Pattern, Span
 from anaphora.tools.doctor.read.prompts import Prompt, Run
-from anaphora.tools.doctor.read.token_store import Store
+from anaphora.tools.doctor.read.token_store import TokenStore
 
 PLACES = {
     "user": "end of the last user message",
@@ -61,10 +61,10 @@ class Region:
 
 
 @dataclass(slots=True)
-class SlotMoves:
+class SpanRewriter:
     """All moves of regions in one log, applied together. ``moves`` maps a region's index to where it goes."""
 
-    store: Store
+    store: TokenStore
     regions: list[Region]
     of_text: dict[int, list[int]]
     moves: dict[int, str] = field(default_factory=dict)

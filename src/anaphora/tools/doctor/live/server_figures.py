@@ -9,7 +9,7 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
-from anaphora.tools.doctor.live.sampling import Seen
+from anaphora.tools.doctor.live.scrape import ScrapedServer
 from anaphora.tools.shared.metrics_page import HIT_RATE_GAUGE, MOST, Growth, Hits, Page, hits, number
 from anaphora.tools.shared.server_version import version_of
 
@@ -30,7 +30,7 @@ _GAUGES = {
 _USE = ("vllm:kv_cache_usage_perc", "vllm:gpu_cache_usage_perc", "sglang:token_usage", "llamacpp:kv_cache_usage_ratio")
 
 
-def figures(seen: Seen) -> dict[str, Any]:
+def figures(seen: ScrapedServer) -> dict[str, Any]:
     """All that can be said. Shares from 0 to 1, times in seconds, lengths in tokens."""
     first, last = seen.pages[0], seen.pages[-1]
     settings = cache_settings(seen)
@@ -59,7 +59,7 @@ def figures(seen: Seen) -> dict[str, Any]:
 # --- The settings ----------------------------------------------------------------------------------------------------
 
 
-def cache_settings(seen: Seen) -> dict[str, Any]:
+def cache_settings(seen: ScrapedServer) -> dict[str, Any]:
     """Blocks, block size, capacity in tokens over all engines, KV dtype, and whether reuse is on as the server says."""
     page, details = seen.pages[-1], seen.details
     if seen.engine == "sglang":
@@ -105,7 +105,7 @@ def _label_values(page: Page, label: str) -> set[str]:
     return {value for series in page.samples.values() for labels in series for name, value in labels if name == label}
 
 
-def _caching(seen: Seen, settings: dict[str, Any], since_start: dict[str, Any]) -> dict[str, Any]:
+def _caching(seen: ScrapedServer, settings: dict[str, Any], since_start: dict[str, Any]) -> dict[str, Any]:
     """``on``: True, False, or None; ``because``: how that is known."""
     page = seen.pages[-1]
     if settings["enabled"] is not None:
@@ -127,7 +127,7 @@ def _caching(seen: Seen, settings: dict[str, Any], since_start: dict[str, Any]) 
     return {"on": None, "because": "the server does not say"}
 
 
-def _old(seen: Seen) -> dict[str, Any]:
+def _old(seen: ScrapedServer) -> dict[str, Any]:
     """``too_old``: True, False, or None where the version tells nothing; ``because``: what it means for the cache."""
     if seen.engine != "vllm":
         known = seen.version is not None
@@ -274,7 +274,7 @@ def _sizes(growth: Growth) -> dict[float, float]:
     return {size: value / looked for size, value in sizes if looked and size is not None and 0 < size <= MOST}
 
 
-def _notes(seen: Seen, data: dict[str, Any]) -> Iterator[str]:
+def _notes(seen: ScrapedServer, data: dict[str, Any]) -> Iterator[str]:
     if seen.broken:
         yield f"the sample ended early, after {seen.seconds:.0f} s: {seen.broken}"
     falls = sum(Growth(later, earlier).resets() for earlier, later in zip(seen.pages, seen.pages[1:], strict=False))

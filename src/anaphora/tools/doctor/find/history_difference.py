@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from anaphora.cache.hashing import TOKEN_BYTES
 from anaphora.cache.index import common_tokens
 from anaphora.text.outline import NOBODY
-from anaphora.tools.doctor.read.load import Log
+from anaphora.tools.doctor.read.load_log import Log
 from anaphora.tools.doctor.read.prompts import Prompt, Run, Segment
 
 

@@ -14,7 +14,7 @@ SHOWN_TOKENS = 4000
 
 
 def render_page(diagnosis: Diagnosis, data: dict[str, Any]) -> str:
-    template = (resources.files(__package__) / "page.html").read_text(encoding="utf-8")
+    template = (resources.files(__package__) / "diagnosis_page.html").read_text(encoding="utf-8")
     environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True)
     return environment.from_string(template).render(data=data, heat=_heat(diagnosis))
 

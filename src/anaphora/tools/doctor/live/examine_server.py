@@ -7,10 +7,10 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
-from anaphora.tools.doctor.live import terminal
-from anaphora.tools.doctor.live.figures import figures
+from anaphora.tools.doctor.live import server_terminal
 from anaphora.tools.doctor.live.next_steps import advise, judged
-from anaphora.tools.doctor.live.sampling import observe
+from anaphora.tools.doctor.live.scrape import observe
+from anaphora.tools.doctor.live.server_figures import figures
 from anaphora.tools.doctor.options import DoctorOptions
 from anaphora.tools.shared.console import LogConsole
 
@@ -29,7 +29,7 @@ def examine(options: DoctorOptions) -> tuple[dict[str, Any], int]:
     data = figures(seen)
     data["advice"] = advise(data)
     console = LogConsole()
-    terminal.show(data, console)
+    server_terminal.show(data, console)
     low = options.min_hit_rate is not None and not _reaches(data, options.min_hit_rate, console)
     return data, 2 if seen.unreachable else 1 if low else 0
 

@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 
 from anaphora.errors import ConfigError, InvalidRequest
 from anaphora.tools.doctor.read.prompts import Prompt
-from anaphora.tools.doctor.read.render import Renderer
-from anaphora.tools.doctor.read.token_store import Store
-from anaphora.tools.shared.request_log.bodies import Logged
-from anaphora.tools.shared.request_log.log_files import read
+from anaphora.tools.doctor.read.render_prompts import Renderer
+from anaphora.tools.doctor.read.token_store import TokenStore
+from anaphora.tools.shared.request_log.bodies import LoggedRequest
+from anaphora.tools.shared.request_log.log_files import read_requests
 from anaphora.tools.shared.tokenizer_and_template import TokenizerAndTemplate
 
 SAMPLE = 6
@@ -25,7 +25,7 @@ class Log:
     """``bad`` has the first bad lines as (number, why); ``bad_lines`` counts them all."""
 
     model: TokenizerAndTemplate
-    store: Store
+    store: TokenStore
     prompts: list[Prompt] = field(default_factory=list)
     bad: list[tuple[int, str]] = field(default_factory=list)
     bad_lines: int = 0
@@ -37,13 +37,13 @@ class Log:
             self.bad.append((line, why))
 
 
-def load(path: str, model: TokenizerAndTemplate, seen: Callable[[int], None] = lambda _: None) -> Log:
+def load_log(path: str, model: TokenizerAndTemplate, seen: Callable[[int], None] = lambda _: None) -> Log:
     """Read a log (``-``: standard input). Raises ConfigError where it cannot be read or holds no request."""
-    log = Log(model, Store(model.tokenizer))
-    return _filled(log, read(path, log.skip, seen), path)
+    log = Log(model, TokenStore(model.tokenizer))
+    return _filled(log, read_requests(path, log.skip, seen), path)
 
 
-def _filled(log: Log, requests: Iterator[Logged], path: str) -> Log:
+def _filled(log: Log, requests: Iterator[LoggedRequest], path: str) -> Log:
     renderer = Renderer(log.model.template, log.store)
     sample = list(itertools.islice(requests, SAMPLE))
     for logged in sample:
@@ -63,9 +63,9 @@ def _filled(log: Log, requests: Iterator[Logged], path: str) -> Log:
     return log
 
 
-def from_bodies(bodies: list[object], model: TokenizerAndTemplate) -> Log:
+def log_from_bodies(bodies: list[object], model: TokenizerAndTemplate) -> Log:
     """A log from request bodies in memory."""
     from anaphora.tools.shared.request_log.bodies import requests_of
 
-    log = Log(model, Store(model.tokenizer))
+    log = Log(model, TokenStore(model.tokenizer))
     return _filled(log, (r for n, body in enumerate(bodies, 1) for r in requests_of(body, n)), json.dumps("bodies"))

@@ -11,8 +11,8 @@ import msgspec
 from anaphora.text.chat_template import ChatTemplate
 from anaphora.text.outline import NOBODY, TOOLS, Skeleton, Skeletons, texts_of, tool_text
 from anaphora.tools.doctor.read.prompts import TEMPLATE, Prompt, Run, Segment
-from anaphora.tools.doctor.read.token_store import Store
-from anaphora.tools.shared.request_log.bodies import Logged
+from anaphora.tools.doctor.read.token_store import TokenStore
+from anaphora.tools.shared.request_log.bodies import LoggedRequest
 
 LEAST_VARIABLE = 4
 _ROLES = frozenset({"system", "developer", "user", "assistant", "tool"})
@@ -21,7 +21,7 @@ _ROLES = frozenset({"system", "developer", "user", "assistant", "tool"})
 class Renderer:
     """Renders the requests of one log, numbering them from 0."""
 
-    def __init__(self, template: ChatTemplate, store: Store) -> None:
+    def __init__(self, template: ChatTemplate, store: TokenStore) -> None:
         self.template = template
         self._store = store
         self._skeletons = Skeletons(template)
@@ -31,14 +31,14 @@ class Renderer:
         self._last_tools: tuple[bytes, list[Segment]] = b"", []
         self.dropped_tools = 0
 
-    def plain(self, logged: Logged) -> str:
+    def plain(self, logged: LoggedRequest) -> str:
         """The whole prompt as one text."""
         if logged.prompt is not None:
             return logged.prompt
         messages = [_known_role(message) for message in logged.messages] or [{"role": "user", "content": ""}]
         return self.template.render(messages, tools=logged.tools, kwargs=logged.kwargs)
 
-    def render(self, logged: Logged) -> Prompt:
+    def render(self, logged: LoggedRequest) -> Prompt:
         """Raises InvalidRequest where the template refuses the messages."""
         segments = list(self._segments(logged))
         if logged.prompt is not None:
@@ -68,7 +68,7 @@ class Renderer:
         self._number += 1
         return prompt
 
-    def _ids(self, count: int, segments: list[Segment], logged: Logged) -> list[int]:
+    def _ids(self, count: int, segments: list[Segment], logged: LoggedRequest) -> list[int]:
         texts: list[list[int]] = [[] for _ in range(count)]
         for segment in segments:
             if segment.kind not in ("tool", "prompt", "variable"):
@@ -78,7 +78,7 @@ class Renderer:
 
     # --- segments ------------------------------------------------------------------------------------------------
 
-    def _segments(self, logged: Logged) -> Iterator[Segment]:
+    def _segments(self, logged: LoggedRequest) -> Iterator[Segment]:
         intern = self._store.intern
         if logged.prompt is not None:
             yield Segment(0, "prompt", "prompt", "prompt", intern(logged.prompt))
@@ -104,7 +104,7 @@ class Renderer:
 
     # --- runs ----------------------------------------------------------------------------------------------------
 
-    def _runs(self, logged: Logged, segments: list[Segment]) -> list[Run]:
+    def _runs(self, logged: LoggedRequest, segments: list[Segment]) -> list[Run]:
         messages = [_known_role(message) for message in logged.messages] or [{"role": "user", "content": ""}]
 
         def texts() -> list[tuple[str, str]]:
@@ -117,7 +117,7 @@ class Renderer:
             self._interned[skeleton] = parts
         return [(owner, segments[owner].text if own is None else own) for owner, own in parts]
 
-    def _with_variables(self, logged: Logged, segments: list[Segment], runs: list[Run]) -> list[Run]:
+    def _with_variables(self, logged: LoggedRequest, segments: list[Segment], runs: list[Run]) -> list[Run]:
         """The runs; those of the template that show a text of ``chat_template_kwargs`` become segments."""
         values = {name: v for name, v in logged.kwargs.items() if isinstance(v, str) and len(v) >= LEAST_VARIABLE}
         for index, (owner, text) in enumerate(runs) if values else ():

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from anaphora.cache.hashing import TOKEN_BYTES
-from anaphora.tools.doctor.find.findings import Stage
-from anaphora.tools.doctor.read.load import Log
+from anaphora.tools.doctor.find.findings import Rewriter
+from anaphora.tools.doctor.read.load_log import Log
 from anaphora.tools.shared.simulate import LIMITED_BLOCK, Found, LimitedCache, UnlimitedCache
 
 
@@ -37,14 +37,14 @@ class Outcome:
         return self.hits / self.total if self.total else 0.0
 
 
-def run(log: Log, stages: Sequence[Stage] = (), *, block_size: int = 1, keep: bool = False) -> Outcome:
+def run(log: Log, rewriters: Sequence[Rewriter] = (), *, block_size: int = 1, keep: bool = False) -> Outcome:
     """All requests through an unlimited cache that reuses whole blocks of ``block_size`` tokens."""
-    for stage in stages:
+    for stage in rewriters:
         stage.reset()
     cache, outcome = UnlimitedCache(), Outcome()
     for prompt in log.prompts:
         runs = prompt.runs
-        for stage in stages:
+        for stage in rewriters:
             runs = stage.apply(prompt, runs)
         pieces = prompt.pieces if runs is prompt.runs else log.store.join(text for _, text in runs)
         packed = log.store.packed(pieces)

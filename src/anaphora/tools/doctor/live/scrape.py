@@ -25,7 +25,7 @@ _HOW = (
 
 
 @dataclass(slots=True)
-class Seen:
+class ScrapedServer:
     """What a server showed. ``details`` is SGLang's /server_info or llama.cpp's /props.
 
     ``pages`` are in the order in which they were read, over ``seconds``; ``broken`` says why the reading ended early.
@@ -41,7 +41,7 @@ class Seen:
     unreachable: bool = False
 
 
-def observe(url: str, api_key: str | None, seconds: float, advance: Callable[[float], None]) -> Seen:
+def observe(url: str, api_key: str | None, seconds: float, advance: Callable[[float], None]) -> ScrapedServer:
     """Read a server's pages for ``seconds``; ``advance`` gets the seconds done.
 
     Raises ConfigError where nothing answers or what answers is no server whose metrics are known. An interrupt
@@ -58,7 +58,7 @@ def observe(url: str, api_key: str | None, seconds: float, advance: Callable[[fl
     return seen
 
 
-def _meet(client: httpx.Client, url: str) -> Seen:
+def _meet(client: httpx.Client, url: str) -> ScrapedServer:
     page = _first_page(client, url)
     engine = page.engine()
     if engine is None:
@@ -74,7 +74,7 @@ def _meet(client: httpx.Client, url: str) -> Seen:
         version = details.get("build_info")
     else:
         version = _json(client, "/version").get("version")
-    return Seen(url, engine, version if isinstance(version, str) else None, details, [page])
+    return ScrapedServer(url, engine, version if isinstance(version, str) else None, details, [page])
 
 
 def _first_page(client: httpx.Client, url: str) -> Page:
@@ -92,7 +92,7 @@ def _first_page(client: httpx.Client, url: str) -> Page:
         raise ConfigError(f"{url}/metrics is no page in Prometheus' text format ({error!s:.200}): {_HOW}") from None
 
 
-def _sample(client: httpx.Client, seen: Seen, seconds: float, advance: Callable[[float], None]) -> None:
+def _sample(client: httpx.Client, seen: ScrapedServer, seconds: float, advance: Callable[[float], None]) -> None:
     begun = time.monotonic()
     pause = max(1.0, seconds / SCRAPES)
     try:

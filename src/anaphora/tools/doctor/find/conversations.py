@@ -6,9 +6,9 @@ import re
 from collections import defaultdict
 from collections.abc import Sequence
 
-from anaphora.tools.doctor.find.values import canonical
+from anaphora.tools.doctor.find.value_classes import canonical
 from anaphora.tools.doctor.read.prompts import Prompt
-from anaphora.tools.doctor.read.token_store import Store
+from anaphora.tools.doctor.read.token_store import TokenStore
 
 KEPT = 6
 """Latest requests that are remembered for each last message."""
@@ -20,7 +20,7 @@ _NUMBER = re.compile(r"\d+")
 _SYSTEM = ("system", "developer")
 
 
-def link(prompts: Sequence[Prompt], store: Store) -> tuple[list[int], list[int]]:
+def link(prompts: Sequence[Prompt], store: TokenStore) -> tuple[list[int], list[int]]:
     """For every request the number of the one before it in its conversation (or -1), and its conversation's number.
 
     A request continues an earlier one whose last message stands in its own history, with the greatest overlap of
@@ -41,7 +41,7 @@ def link(prompts: Sequence[Prompt], store: Store) -> tuple[list[int], list[int]]
 
 
 class _Linker:
-    def __init__(self, store: Store) -> None:
+    def __init__(self, store: TokenStore) -> None:
         self._store = store
         self._texts: dict[int, str] = {}
         self._by_last: defaultdict[tuple[str, int], list[Prompt]] = defaultdict(list)

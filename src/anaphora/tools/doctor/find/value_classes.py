@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from anaphora.tools.doctor.find import clocks, numerals
+from anaphora.tools.doctor.find import dates_and_times, numerals
 from anaphora.tools.doctor.find.patterns import common_prefix, common_suffix, squeezed
 from anaphora.tools.doctor.find.variation import (
     LONGEST_CLOCK,
@@ -69,10 +69,10 @@ def widen(text: str, start: int, end: int) -> tuple[int, int]:
     if end - start <= LONGEST_CLOCK:
         low, high = max(0, start - 90), min(len(text), end + 90)
         window = text[low:high]
-        spans = [(s, e) for s, e, _ in clocks.matches(window)]
+        spans = [(s, e) for s, e, _ in dates_and_times.matches(window)]
         if _ROOTED.match(text, *token) is None:  # what changes in a path is part of the path
             spans += [m.span() for m in _UUID.finditer(window)]
-        for found in (spans, [m.span() for m in clocks.DAY_NAME.finditer(window)]):
+        for found in (spans, [m.span() for m in dates_and_times.DAY_NAME.finditer(window)]):
             covering = covering or [(s + low, e + low) for s, e in found if s + low <= start and e + low >= end]
     if covering:
         return min(covering, key=lambda span: span[1] - span[0])
@@ -164,19 +164,19 @@ def _time(occurrences: Sequence[Occurrence], values: Sequence[str], varies: Vari
 
 def _is_release(values: Sequence[str], kind: str, label: str) -> bool:
     """Whether a time that stays for many requests is one of a release: by its name, or as a clock would not jump so."""
-    days = [match[0] if (match := clocks.DATE.search(value)) else "" for value in values]
+    days = [match[0] if (match := dates_and_times.DATE.search(value)) else "" for value in values]
     jumps = all(days) and all(a != b for a, b in itertools.pairwise(days))
     return jumps and (kind == "clock_time" or _UPDATED.search(label) is not None)
 
 
 def _clock(values: Sequence[str]) -> str | None:
-    if all(clocks.DAY_NAME.fullmatch(value.strip()) for value in values):
+    if all(dates_and_times.DAY_NAME.fullmatch(value.strip()) for value in values):
         return "date"
     kinds: list[str] = []
     for value in values:
         if len(value) > 2 * LONGEST_CLOCK:
             continue
-        found = clocks.matches(value)
+        found = dates_and_times.matches(value)
         covered = sum(end - start for start, end, _ in found)
         if covered < 0.6 * len(value.strip()):
             continue
