@@ -17,14 +17,13 @@ from anaphora.tools.bench import BenchOptions, run
 from anaphora.tools.bench.bars import UNKNOWN_LENGTH, Sending, bars
 from anaphora.tools.bench.client import Planned, Sample, Server, read_counters
 from anaphora.tools.bench.figures import (
-    Prices,
+    Load,
     Round,
     busy_seconds,
     figures_of,
     itl,
     medians,
     peak_in_flight,
-    percentile,
     ttft,
 )
 from anaphora.tools.bench.workloads import Session
@@ -366,7 +365,7 @@ def sample(started: float, first: float, ended: float, tokens: int = 3, prompt: 
 
 def test_figures_of_a_round_by_hand() -> None:
     seen = Round([sample(0, 1, 3), sample(0, 2, 4), sample(6, 7, 9, tokens=5)], prefills=[0.5, 1.0, 1.5])
-    found = figures_of(seen, Prices(per_day=200_000, hour=3.0))
+    found = figures_of(seen, Load(requests_per_day=200_000, hour_price=3.0))
     assert found["requests_per_s"] == pytest.approx(3 / 9)
     assert found["output_tokens_per_s"] == pytest.approx(11 / 9)
     assert found["ttft_mean_s"] == pytest.approx(4 / 3)
@@ -386,15 +385,6 @@ def test_medians_and_spread_pass_over_what_is_unknown() -> None:
     middle, spread = medians([{"a": 1.0, "b": None}, {"a": 5.0, "b": None}, {"a": 3.0, "b": None}])
     assert middle == {"a": 3.0, "b": None}
     assert spread == {"a": (1.0, 5.0)}
-
-
-@pytest.mark.parametrize("share", [0.0, 0.5, 0.9, 0.99, 1.0])
-def test_percentiles_are_those_of_the_statistics_module(share: float) -> None:
-    values = [3.0, 1.0, 4.0, 1.0, 5.0, 9.0, 2.0, 6.0]
-    cuts = statistics.quantiles(values, n=100, method="inclusive")
-    expected = {0.0: min(values), 1.0: max(values)}.get(share) or cuts[round(share * 100) - 1]
-    assert percentile(values, share) == pytest.approx(expected)
-    assert percentile([], share) is None
 
 
 def test_counters_are_summed_over_engines_and_former_names_are_known() -> None:
@@ -418,4 +408,4 @@ def test_the_median_prefill_is_taken_from_the_histogram() -> None:
     page = "\n".join(lines[0] % pair for pair in [("0.5", 2), ("1.0", 6), ("2.0", 8), ("+Inf", 8)])
     seen = Round([sample(0, 1, 2)], read_counters(""), read_counters(page + "\n"))
     # The fourth of eight lies halfway through the four of the bucket from 0.5 to 1 second.
-    assert figures_of(seen, Prices(1, None))["prefill_p50_s"] == pytest.approx(0.75)
+    assert figures_of(seen, Load(1))["prefill_p50_s"] == pytest.approx(0.75)

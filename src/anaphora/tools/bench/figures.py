@@ -9,12 +9,13 @@ from dataclasses import dataclass, field
 
 from anaphora.tools.bench.client import Counters, Sample
 from anaphora.tools.bench.lengths import block_hits, reusable
+from anaphora.tools.shared.money import machine_hours, monthly, rent
+from anaphora.tools.shared.percentiles import percentile
 from anaphora.types.reports import is_hit
 
 Figures = dict[str, float | None]
 
 PER = 100_000
-DAYS_A_MONTH = 30
 BLOCK = 16
 WARM_SHARE = 0.01
 
@@ -34,22 +35,11 @@ class Round:
 
 
 @dataclass(frozen=True, slots=True)
-class Prices:
-    """For turning rates into hours and money; ``hour`` None where no price was given."""
+class Load:
+    """What hours and prices are computed for: requests per day, and the price of a machine per hour (None: unknown)."""
 
-    per_day: int
-    hour: float | None
-
-
-def percentile(values: Sequence[float], share: float) -> float | None:
-    """Linear between the two nearest; None of nothing."""
-    if not values:
-        return None
-    ordered = sorted(values)
-    place = share * (len(ordered) - 1)
-    low = int(place)
-    high = min(low + 1, len(ordered) - 1)
-    return ordered[low] + (ordered[high] - ordered[low]) * (place - low)
+    requests_per_day: int
+    hour_price: float | None = None
 
 
 def mean(values: Sequence[float]) -> float | None:
@@ -78,8 +68,8 @@ def known(values: Sequence[float | None]) -> list[float]:
     return [value for value in values if value is not None]
 
 
-def figures_of(seen: Round, prices: Prices) -> Figures:
-    """All figures of one round; None for what the server does not tell. Failed requests are in none of them."""
+def figures_of(seen: Round, load: Load) -> Figures:
+    """Returns all figures of one round, without its failed requests; None for what the server does not report."""
     good = seen.good
     if not good:
         return {}
@@ -88,38 +78,31 @@ def figures_of(seen: Round, prices: Prices) -> Figures:
     wall = max(sample.ended for sample in good) - min(sample.started for sample in good)
     busy = busy_seconds(good)
     prefill = mean(seen.prefills) or _mean_prefill(seen)
-    hours = PER / len(good) * busy / 3600
+    hours = machine_hours(PER, len(good) / busy)
+    day = hours * load.requests_per_day / PER
+    day_price = rent(day, load.hour_price)
     tokens = sum(output_tokens(sample) for sample in good)
     found: Figures = {
         "requests_per_s": len(good) / wall,
         "output_tokens_per_s": tokens / wall,
         "latency_mean_s": mean(latencies),
         "prefill_mean_s": prefill,
-        "prefill_p50_s": percentile(seen.prefills, 0.5) or _bucket_median(seen),
+        "prefill_p50_s": percentile(seen.prefills, 50) or _bucket_median(seen),
         "prefill_share": None if prefill is None else prefill / statistics.fmean(latencies),
         "ttft_mean_s": mean(first_tokens),
-        "ttft_p50_s": percentile(first_tokens, 0.5),
-        "ttft_p99_s": percentile(first_tokens, 0.99),
-        "itl_p50_s": percentile(known([itl(sample) for sample in good]), 0.5),
+        "ttft_p50_s": percentile(first_tokens, 50),
+        "ttft_p99_s": percentile(first_tokens, 99),
+        "itl_p50_s": percentile(known([itl(sample) for sample in good]), 50),
         "prompt_tokens_mean": mean(known([sample.prompt_tokens for sample in good])),
         "output_tokens_mean": tokens / len(good),
         "busy_share": busy / wall,
         "gpu_hours_per_100k": hours,
-        "busy_hours_per_day": hours * prices.per_day / PER,
+        "busy_hours_per_day": day,
+        "price_per_100k": rent(hours, load.hour_price),
+        "price_per_day": day_price,
+        "price_per_month": monthly(day_price),
     }
-    return found | _hit_rates(seen) | _money(found, prices)
-
-
-def _money(found: Figures, prices: Prices) -> Figures:
-    hour = prices.hour
-    hours, day = found["gpu_hours_per_100k"], found["busy_hours_per_day"]
-    if hour is None or hours is None or day is None:
-        return {"price_per_100k": None, "price_per_day": None, "price_per_month": None}
-    return {
-        "price_per_100k": hours * hour,
-        "price_per_day": day * hour,
-        "price_per_month": day * hour * DAYS_A_MONTH,
-    }
+    return found | _hit_rates(seen)
 
 
 def _hit_rates(seen: Round) -> Figures:

@@ -15,7 +15,7 @@ from anaphora.tools.bench.client import Server
 from anaphora.tools.bench.figures import (
     PER,
     Figures,
-    Prices,
+    Load,
     Round,
     errors_of,
     figures_of,
@@ -82,8 +82,8 @@ class Report:
             self._said.append(text)
 
     @property
-    def prices(self) -> Prices:
-        return Prices(self.options.per_day, self.options.gpu_hour_price)
+    def load(self) -> Load:
+        return Load(self.options.per_day, self.options.gpu_hour_price)
 
     @property
     def on_cpu(self) -> bool:
@@ -98,7 +98,7 @@ class Report:
 
     def figures(self, side: str) -> tuple[Figures, dict[str, tuple[float, float]], list[Figures]]:
         """Medians, spread, and the figures of each round."""
-        each = [figures_of(seen, self.prices) for seen in self.rounds[side]]
+        each = [figures_of(seen, self.load) for seen in self.rounds[side]]
         return *medians(each), each
 
     @property
@@ -140,7 +140,7 @@ class Report:
         for concurrency, sides in self.sweep.items():
             row: dict[str, Any] = {"concurrency": concurrency}
             for side, seen in sides.items():
-                figures = figures_of(seen, self.prices)
+                figures = figures_of(seen, self.load)
                 row[side] = {key: figures.get(key) for key in keys}
             rows.append(row)
         return rows

@@ -22,9 +22,9 @@ from anaphora.tools.doctor.show.diagnosis_json import as_json
 from anaphora.tools.doctor.show.diagnosis_page import render_page
 from anaphora.tools.lint import command_line, template
 from anaphora.tools.shared.console import LogConsole
+from anaphora.tools.shared.money import read_token_prices
 from anaphora.tools.shared.output_file import write_json, write_text
 from anaphora.tools.shared.tokenizer_and_template import load_tokenizer_and_template
-from anaphora.tools.shared.usage import read_prices
 
 _STYLES = {"good": "green", "breaks": "bold red", "note": "yellow"}
 
@@ -43,7 +43,7 @@ def main(options: DoctorOptions) -> int:
         return _serve_flags(options)
     if options.template is not None:
         return _template(options.template, options.json)
-    prices = read_prices(options.prices) if options.prices else {}
+    prices = read_token_prices(options.prices) if options.prices else {}
     if options.heads:
         prompt_starts.show(_load(options, lambda *_: None), LogConsole())
         return 0

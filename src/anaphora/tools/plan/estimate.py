@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 from anaphora.errors import ConfigError
 from anaphora.tools.plan.calibration import Calibration
+from anaphora.tools.shared.money import machine_hours, monthly, rent
 
 SECONDS_A_DAY = 86_400
-DAYS_A_MONTH = 30
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ def _fitting(calibration: Calibration, workload: Workload, caching: bool) -> int
 
 def cost(requests_per_s: float, per_day: int, peak_factor: float, hour: float | None) -> Cost:
     """Of ``per_day`` requests on GPUs that do ``requests_per_s`` each; ``hour`` is the price of one for an hour."""
-    hours = per_day / requests_per_s / 3600
-    price = None if hour is None else hours * hour
+    hours = machine_hours(per_day, requests_per_s)
+    price = rent(hours, hour)
     peak = math.ceil(per_day / SECONDS_A_DAY * peak_factor / requests_per_s)
-    return Cost(hours, price, None if price is None else price * DAYS_A_MONTH, peak)
+    return Cost(hours, price, monthly(price), peak)

@@ -8,7 +8,7 @@ from typing import Any
 from anaphora.tools.doctor.options import DoctorOptions
 from anaphora.tools.doctor.price.diagnose import Break, Diagnosis
 from anaphora.tools.doctor.read.prompts import Prompt
-from anaphora.tools.shared.usage import Prices
+from anaphora.tools.shared.money import TokenPrices
 
 NO_GAIN = (
     "leave it: mending it would save nothing here, since an automatic prefix cache reuses all that stands before it "
@@ -16,7 +16,7 @@ NO_GAIN = (
 )
 
 
-def as_json(diagnosis: Diagnosis, options: DoctorOptions, prices: dict[str, Prices]) -> dict[str, Any]:
+def as_json(diagnosis: Diagnosis, options: DoctorOptions, prices: dict[str, TokenPrices]) -> dict[str, Any]:
     """All figures. Tokens, seconds, shares from 0 to 1, money in the unit of the prices given."""
     log, before = diagnosis.log, diagnosis.before
     rate = options.prefill_rate or measured_rate(log.prompts, before.tokens)
@@ -86,7 +86,7 @@ def measured_rate(prompts: Sequence[Prompt], tokens: Sequence[int]) -> float | N
     return computed / seconds if seconds > 0 and computed > 0 else None
 
 
-def reported(prompts: Sequence[Prompt], prices: dict[str, Prices]) -> dict[str, Any] | None:
+def reported(prompts: Sequence[Prompt], prices: dict[str, TokenPrices]) -> dict[str, Any] | None:
     """What the log's own usage records say; None where it has none."""
     used = [(prompt, prompt.usage) for prompt in prompts if prompt.usage is not None]
     if not used:
