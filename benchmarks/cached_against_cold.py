@@ -49,18 +49,18 @@ def logits_of(llm: LLM, ids: list[int], tokens: int) -> tuple[list[int], list[to
     """Greedy tokens, the logits that each was chosen from, and how many prompt tokens were cached."""
     seen: list[torch.Tensor] = []
     sampler: Any = llm._engine.runner._sampler  # type: ignore[attr-defined]
-    draw = sampler.draw
+    sample = sampler.sample
 
     def record(logits: torch.Tensor, slots: list[int]) -> Any:
         seen.append(logits[0].float().clone())
-        return draw(logits, slots)
+        return sample(logits, slots)
 
-    sampler.draw = record
+    sampler.sample = record
     try:
         params = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True)
         (output,) = llm.generate([ids], params, use_tqdm=False)
     finally:
-        del sampler.draw
+        del sampler.sample
     return output.outputs[0].token_ids, seen, output.num_cached_tokens
 
 

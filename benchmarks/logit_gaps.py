@@ -52,13 +52,13 @@ class Steps:
         self.prefix = bench.text(self.shared)
         self._own = -(-(bench.size.own + 1) // self._size)
         self._logits = torch.empty(0)
-        draw = self._runner._sampler.draw
+        sample = self._runner._sampler.sample
 
         def keep(logits: Tensor, slots: list[int]) -> Any:
             self._logits = logits.float().cpu()
-            return draw(logits, slots)
+            return sample(logits, slots)
 
-        self._runner._sampler.draw = keep  # type: ignore[method-assign]
+        self._runner._sampler.sample = keep  # type: ignore[method-assign]
 
     def _join(self, slot: int, first_block: int) -> Join:
         """The prefix lies in the blocks from ``first_block`` on, what is the sequence's own behind all prefixes."""

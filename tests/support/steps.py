@@ -40,13 +40,13 @@ class Recorder:
             poison(pool[: blocks * block_size])
         self.logits: dict[int, Tensor] = {}
         self.prompts: dict[int, tuple[int, ...]] = {}
-        draw = self.runner._sampler.draw
+        sample = self.runner._sampler.sample
 
         def keep(logits: Tensor, slots: list[int]) -> object:
             self.logits = dict(zip(slots, logits.clone(), strict=True))
-            return draw(logits, slots)
+            return sample(logits, slots)
 
-        self.runner._sampler.draw = keep
+        self.runner._sampler.sample = keep
 
     @property
     def pools(self) -> list[Tensor]:

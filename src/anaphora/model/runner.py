@@ -31,7 +31,7 @@ from anaphora.model.memory import (
     limit,
     size_pool,
 )
-from anaphora.model.sampling import Drawn, Sampler
+from anaphora.model.sampler import SampledTokens, Sampler
 from anaphora.types.batch import Batch, Chunk, Join, ModelInfo, StepOutput, TokenLogprobs
 from anaphora.types.sampling import SamplingParams
 
@@ -43,11 +43,13 @@ LOGIT_ROWS = 64
 
 
 class Submitted:
-    """A step on its way, or one that failed before. ``drawn`` are the tokens that it chooses."""
+    """A step on its way, or one that failed before. ``sampled`` are the tokens that it chooses."""
 
-    def __init__(self, output: StepOutput | None, drawn: Drawn | None = None, error: Exception | None = None) -> None:
+    def __init__(
+        self, output: StepOutput | None, sampled: SampledTokens | None = None, error: Exception | None = None
+    ) -> None:
         self._output = output
-        self._drawn = drawn
+        self._sampled_tokens = sampled
         self._error = error
 
     def result(self) -> StepOutput:
@@ -55,10 +57,12 @@ class Submitted:
         if self._output is None:
             assert self._error is not None
             raise self._error
-        if self._drawn is None:
+        if self._sampled_tokens is None:
             return self._output
-        tokens, logprobs = self._drawn.read()
-        return replace(self._output, tokens=dict(zip(self._drawn.slots, tokens, strict=True)), logprobs=logprobs)
+        tokens, logprobs = self._sampled_tokens.read()
+        return replace(
+            self._output, tokens=dict(zip(self._sampled_tokens.slots, tokens, strict=True)), logprobs=logprobs
+        )
 
 
 def load(config: EngineConfig) -> ModelRunner:
@@ -268,13 +272,13 @@ class ModelRunner:
         logits: Tensor | None,
         prompt_logprobs: dict[int, tuple[TokenLogprobs, ...]],
     ) -> Submitted:
-        drawn = None
+        sampled = None
         if logits is not None:
-            drawn = self._sampler.draw(logits, inputs.sample_slots)
-            self._last.index_copy_(0, inputs.sample_slots_device, drawn.tokens)
+            sampled = self._sampler.sample(logits, inputs.sample_slots)
+            self._last.index_copy_(0, inputs.sample_slots_device, sampled.tokens)
             self._sampled.update(inputs.sample_slots)
         output = StepOutput(batch.step, {}, prompt_logprobs=prompt_logprobs, prompt_tokens_computed=inputs.given)
-        return Submitted(output, drawn)
+        return Submitted(output, sampled)
 
     def _prompt_logprobs(self, batch: Batch, inputs: StepInputs, outputs: Any) -> dict[int, tuple[TokenLogprobs, ...]]:
         """Of the known prompt tokens after each position of the chunks that ask for them, in slices of rows."""
