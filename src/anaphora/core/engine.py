@@ -1,4 +1,4 @@
-"""The engine: requests in, one step at a time, tokens out. Synchronous; it drives a Runner and knows no torch."""
+"""The engine: takes requests, runs one step at a time, returns tokens. Synchronous; drives a Runner, without torch."""
 
 from __future__ import annotations
 
@@ -23,15 +23,17 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class _InFlight:
+class _SubmittedStep:
+    """A step in flight; ``submitted`` is in clock seconds."""
+
     batch: Batch
     pending: Pending
     submitted: float
 
 
 @dataclass(frozen=True, slots=True)
-class _Refused:
-    """A step that the runner did not even take."""
+class _SubmitFailed:
+    """A step whose ``submit`` has already raised: a Pending that raises the same error."""
 
     error: Exception
 
@@ -40,7 +42,7 @@ class _Refused:
 
 
 class Engine:
-    """One model with its cache. Not thread-safe: one caller adds, steps and takes."""
+    """One model with its cache and scheduler. Not thread-safe. ``info`` says what was loaded, with which limits."""
 
     def __init__(self, config: EngineConfig, runner: Runner, clock: Callable[[], float] = time.monotonic) -> None:
         model = runner.info
@@ -54,25 +56,25 @@ class Engine:
         self.prefixes = Prefixes(self.cache, model.identity, max_model_len, clock)
         self.cost = PrefillCost()
         self._clock = clock
-        self._in_flight: deque[_InFlight] = deque()
+        self._in_flight: deque[_SubmittedStep] = deque()
         self._last_result = 0.0
 
     def add(self, request: Request) -> None:
-        """Queue a request. InvalidRequest, naming the field, if it can never be served."""
+        """Queue a request. Raises InvalidRequest, naming the field, if it can never be served."""
         request.sampling.check_vocabulary(self.info.model.vocab_size)
         self._check_tokens(request.prompt_token_ids)
         self.scheduler.add(request)
 
     def explain(self, request: Request) -> CacheReport:
-        """What the request's prompt would find in the cache now, and why not more. Changes nothing.
+        """Return what the request's prompt would find in the cache now, and why not more. Changes nothing.
 
-        InvalidRequest for token ids that the model does not have.
+        Raises InvalidRequest if a token id is out of range.
         """
         self._check_tokens(request.prompt_token_ids)
         return self.scheduler.explain(request)
 
     def pin(self, prefixes: Sequence[Prefix]) -> tuple[PinReport, ...]:
-        """Keep beginnings of prompts in the cache. InvalidRequest, and nothing done, where one cannot be kept."""
+        """Pin prefixes in the cache. Raises InvalidRequest, and pins none, if one of them cannot be pinned."""
         for prefix in prefixes:
             self._check_tokens(prefix.token_ids)
         return self.prefixes.pin(prefixes)
@@ -86,44 +88,45 @@ class Engine:
                 )
 
     def abort(self, request_id: str) -> bool:
-        """End a request without an answer; False if none of this id is there."""
+        """End a request without an answer. Returns False if there is no request with this id."""
         return self.scheduler.abort(request_id)
 
     def finish_choice(self, request_id: str, choice: int) -> None:
-        """End one of a request's choices without an answer; the others go on."""
+        """End one of a request's choices; the others continue."""
         self.scheduler.finish_choice(request_id, choice)
 
     @property
     def has_work(self) -> bool:
+        """Whether ``step`` has anything to do."""
         return self.scheduler.has_work
 
     def step(self) -> StepResult:
-        """Send the next steps on their way, wait for the oldest, hand out its tokens."""
+        """Submit as many steps as the runner takes ahead, wait for the oldest one and return its tokens."""
         while len(self._in_flight) <= self.runner.lookahead:
             batch = self.scheduler.schedule()
             if batch is None:
                 break
             submitted = self._clock()
-            self._in_flight.append(_InFlight(batch, self._submit(batch), submitted))
-        updates = self._take() if self._in_flight else self.scheduler.give_up()
+            self._in_flight.append(_SubmittedStep(batch, self._submit(batch), submitted))
+        updates = self._take_result() if self._in_flight else self.scheduler.fail_first_waiting()
         return StepResult(tuple(updates), self.stats())
 
     def _submit(self, batch: Batch) -> Pending:
         try:
             return self.runner.submit(batch)
         except Exception as error:
-            return _Refused(error)
+            return _SubmitFailed(error)
 
-    def _take(self) -> list[SequenceUpdate]:
-        flight = self._in_flight.popleft()
+    def _take_result(self) -> list[SequenceUpdate]:
+        step = self._in_flight.popleft()
         try:
-            output = flight.pending.result()
+            output = step.pending.result()
         except Exception as error:
-            logger.exception("step %d failed", flight.batch.step)
+            logger.exception("step %d failed", step.batch.step)
             self._drain()
             return self.scheduler.fail(f"the step that computed this request failed: {error}")
         now = self._clock()
-        self._account(flight, now)
+        self._record_timing(step, now)
         self.scheduler.stats.computed_prompt_tokens += output.prompt_tokens_computed
         updates = self.scheduler.commit(output)
         for update in updates:
@@ -133,18 +136,18 @@ class Engine:
         return updates
 
     def _drain(self) -> None:
-        """Wait for the steps behind a failed one; what they computed is lost with it."""
+        """Wait for the steps submitted after a failed one. Their results are discarded."""
         while self._in_flight:
             try:
                 self._in_flight.popleft().pending.result()
             except Exception as error:
-                logger.debug("a step behind a failed one failed too: %s", error)
+                logger.debug("a step submitted after a failed one failed too: %s", error)
 
-    def _account(self, flight: _InFlight, now: float) -> None:
-        """Time and size of a finished step. Behind another step it began when that one ended."""
-        seconds = now - max(flight.submitted, self._last_result)
+    def _record_timing(self, step: _SubmittedStep, now: float) -> None:
+        """Count the time and size of a finished step. It began when it was submitted or when the one before ended."""
+        seconds = now - max(step.submitted, self._last_result)
         self._last_result = now
-        chunks = flight.batch.chunks
+        chunks = step.batch.chunks
         prefills = [(c.start, c.length) for c in chunks if c.token_ids is not None]
         stats = self.scheduler.stats
         stats.steps += 1
@@ -152,13 +155,13 @@ class Engine:
         stats.prefill_seconds += self.cost.observe(seconds, prefills, len(chunks) - len(prefills))
 
     def stats(self) -> EngineStats:
-        """A copy of the counters, with the gauges of this moment."""
+        """Return a copy of the counters, with the current gauges."""
         scheduler, pool = self.scheduler, self.cache.pool
         return replace(
             scheduler.stats,
             running=len(scheduler.running),
             waiting=len(scheduler.waiting),
-            waiting_for_prefix=sum(s.wait is not None for s in scheduler.waiting),
+            waiting_for_prefix=sum(s.pending_block is not None for s in scheduler.waiting),
             total_blocks=pool.total,
             free_blocks=len(pool.free),
             idle_cached_blocks=len(pool.policy),
@@ -170,7 +173,7 @@ class Engine:
         )
 
     def reset_prefix_cache(self) -> bool:
-        """Forget all that is cached; pins stay, to fill anew. False, and nothing done, while requests use blocks."""
+        """Empty the cache. Pins stay, and fill again. Returns False, and does nothing, while requests use blocks."""
         return self.cache.reset()
 
     def check(self) -> None:
@@ -179,7 +182,7 @@ class Engine:
 
 
 def _fit_model_len(wanted: int | None, model: ModelInfo, blocks: int) -> tuple[int, tuple[str, ...]]:
-    """The longest sequence that window and pool can hold, and a warning where that is less than wanted."""
+    """Return the longest sequence that fits model and pool, and a warning if that is less than ``wanted``."""
     holds = blocks * model.block_size
     limit = min(model.window, holds)
     if wanted is not None and wanted <= limit:

@@ -1,4 +1,4 @@
-"""Which running sequences share which blocks: a radix tree over their block tables, integers only.
+"""Groups decoding sequences by the blocks that they share: a radix tree over their block tables.
 
 ::
 
@@ -6,7 +6,7 @@
                                                               └─ blocks 61..70 shared by 3 4
 
 A node is a run of block-table entries that the same slots share. Joining or leaving touches only the nodes on one
-path; the groups of a step are read off the tree and kept until somebody joins or leaves.
+path; the groups of a step are read from the tree and cached until a slot joins or leaves.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class _Node:
         self.children = {rest.run[0]: rest}
 
     def merge(self) -> None:
-        """Undo a split that no slot needs any more: all slots of this run go on in the one child."""
+        """Undo a split that is no longer needed: all slots of this run continue in its only child."""
         if len(self.children) == 1:
             (child,) = self.children.values()
             if len(child.slots) == len(self.slots):
@@ -44,10 +44,10 @@ class _Node:
 
 
 class PrefixGroups:
-    """Groups of slots that decode over the same leading blocks.
+    """The decoding slots, grouped by shared leading blocks for attention that reads them once per step.
 
-    A run is worth a group of its own from ``min_blocks`` entries and ``min_saved`` block reads saved a step
-    (entries times members but one); a shorter one is left to what is below it.
+    A run of shared entries becomes a group if it has at least ``min_blocks`` entries and saves at least ``min_saved``
+    block reads per step (entries times members less one); a shorter run becomes part of the groups below it.
     """
 
     def __init__(self, min_blocks: int = 4, min_saved: int = 8) -> None:
@@ -58,7 +58,7 @@ class PrefixGroups:
         self._groups: tuple[PrefixGroup, ...] | None = ()
 
     def join(self, slot: int, blocks: Sequence[int]) -> None:
-        """A sequence whose block table begins with ``blocks``, all full and never to change, starts to decode."""
+        """Add a slot that starts to decode. Its block table begins with ``blocks``, which never change."""
         self._paths[slot] = path = list(blocks)
         self._groups = None
         node = self._root
@@ -79,7 +79,7 @@ class PrefixGroups:
             node = child
 
     def leave(self, slot: int) -> None:
-        """The sequence in ``slot`` ends or is preempted; nothing happens if it had not joined."""
+        """Remove a slot whose sequence ended or is preempted. Does nothing if it has not joined."""
         path = self._paths.pop(slot, None)
         if path is None:
             return
@@ -101,7 +101,7 @@ class PrefixGroups:
             node.merge()
 
     def groups(self, decoding: set[int]) -> tuple[PrefixGroup, ...]:
-        """Groups among the slots that decode in this step; each has at least two members."""
+        """Return the groups among the slots that decode in this step; each has at least two members."""
         if decoding != self._paths.keys():
             return self._read(decoding)
         if self._groups is None:

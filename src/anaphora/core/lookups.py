@@ -1,4 +1,4 @@
-"""What lookups found: fixed and counted when a prompt is first scheduled, whatever becomes of it later."""
+"""Counts what cache lookups found. A prompt is reported and counted once, at its first admission."""
 
 from __future__ import annotations
 
@@ -13,7 +13,10 @@ from anaphora.types.reports import CacheReport, Reason, is_hit
 
 
 class Lookups:
-    """The books of one cache's lookups, kept in ``stats``. The n choices of a request are one prompt: choice 0's."""
+    """Makes the cache report of each prompt and adds it to the counters in ``stats``.
+
+    The n choices of a request are one prompt, which choice 0 stands for.
+    """
 
     def __init__(self, cache: CacheManager, stats: EngineStats) -> None:
         self._cache = cache
@@ -21,17 +24,17 @@ class Lookups:
 
     @staticmethod
     def counts(sequence: Sequence) -> bool:
-        """Whether the sequence's next admission is the first of its prompt."""
+        """Return whether the sequence's next admission is the first one of its prompt."""
         return sequence.report is None and not sequence.choice
 
     def at_sizes(self, sequence: Sequence, match: Match) -> AtSizes | None:
-        """What caches of other size would find, asked before the match is taken."""
+        """Return what caches of other sizes would match. Called before ``match`` is taken."""
         return self._cache.at_sizes(sequence.table, match, sequence.num_prompt)
 
     def admitted(self, sequence: Sequence, match: Match, taken: Match, sizes: AtSizes | None, now: float) -> None:
-        """The prompt is scheduled for the first time, with what was ``taken`` of its ``match``."""
+        """Report and count a prompt at its first admission, with the part of its ``match`` that was ``taken``."""
         report = self._cache.explain(sequence.table, match, sequence.num_prompt, taken)
-        sequence.report = _waited(report, sequence.waited_s)
+        sequence.report = _add_wait(report, sequence.waited_s)
         sequence.first_scheduled = now
         stats, reason = self._stats, sequence.report.reason
         stats.requests += 1
@@ -50,11 +53,11 @@ class Lookups:
                 stats.isolated += self._cache.is_isolated(sequence.table)
 
 
-def _waited(report: CacheReport, seconds: float) -> CacheReport:
-    """In flight is the reason where there was no other to find no more."""
+def _add_wait(report: CacheReport, seconds: float) -> CacheReport:
+    """Add the time spent waiting for another request. Report IN_FLIGHT only if nothing else limited the match."""
     if not seconds:
         return report
     if report.reason in (Reason.HIT, Reason.SHORT):
-        detail = f"waited {seconds:.3f} s for another request that computed the same"
+        detail = f"waited {seconds:.3f} s for another request that computed the same prefix"
         report = replace(report, reason=Reason.IN_FLIGHT, detail=detail)
     return replace(report, waited=True)

@@ -1,17 +1,18 @@
-"""What prefill costs here: seconds a token by context, measured on the engine's own steps."""
+"""Prefill cost: seconds per token by length of context, measured on the engine's own steps."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
-BUCKET = 512  # tokens of context; prefill of a token costs about the same within one
+BUCKET = 512
+"""Tokens of context for which prefill is taken to cost the same per token."""
 
 
 class PrefillCost:
-    """Marginal prefill time by position, from the steps that ran; prices the tokens that were not computed.
+    """Estimates how long it would have taken to compute the tokens that were cached.
 
-    A step's time, less that of a step of decode rows alone where it had some, is spread evenly over the positions
-    that it computed. A position nobody has computed yet costs what the nearest measured one does.
+    The time of a step, less that of a pure decode step if it had decode rows, is spread evenly over the prompt
+    positions that it computed. Positions that were never computed cost as much as the nearest measured ones.
     """
 
     def __init__(self) -> None:
@@ -20,7 +21,10 @@ class PrefillCost:
         self._decode_s = 0.0
 
     def observe(self, seconds: float, prefills: Iterable[tuple[int, int]], decodes: int) -> float:
-        """A step took ``seconds`` for chunks (start, length) and decode rows. Returns the prefill part of it."""
+        """Record a step of ``seconds`` with prompt chunks (start, length) and ``decodes`` decode rows.
+
+        Returns the part of the seconds that was prefill.
+        """
         chunks = list(prefills)
         if not chunks:
             self._decode_s = seconds if not self._decode_s else 0.9 * self._decode_s + 0.1 * seconds
@@ -34,7 +38,7 @@ class PrefillCost:
         return own
 
     def price(self, start: int, end: int) -> float:
-        """Seconds that computing positions ``start`` to ``end - 1`` would have taken; 0 before anything ran."""
+        """Return the seconds to compute positions ``start`` to ``end - 1``; 0 if nothing was measured yet."""
         if not self._tokens:
             return 0.0
         total = 0.0
@@ -45,7 +49,7 @@ class PrefillCost:
 
 
 def _buckets(start: int, end: int) -> Iterable[tuple[int, int]]:
-    """(bucket, positions in it) for the positions ``start`` to ``end - 1``."""
+    """Yield (bucket, number of positions in it) for the positions ``start`` to ``end - 1``."""
     while start < end:
         stop = min(end, (start // BUCKET + 1) * BUCKET)
         yield start // BUCKET, stop - start

@@ -1,4 +1,4 @@
-"""Beginnings that prompts share: which save most, and which are kept whatever comes."""
+"""Pinned prefixes and the prefixes that prompts share, by cache salt."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from anaphora.errors import InvalidRequest, NotFound
 from anaphora.types.reports import PinReport, Prefix, PrefixList, SharedPrefix
 
 EDGE_TOKENS = 64
-"""Tokens at the beginning and at the end of a prefix that a list shows."""
+"""Tokens at the start and at the end of a prefix that a list shows."""
 
 
 class Prefixes:
-    """The pins and the usage of a cache, for requests of at most ``max_model_len`` tokens.
+    """Pins, unpins and lists the prefixes of one cache.
 
-    Pins leave room for a request of that length, so that no request waits for blocks that never come.
+    Pins leave room for a request of ``max_model_len`` tokens, so that no request waits forever for blocks.
     """
 
     def __init__(
@@ -35,15 +35,18 @@ class Prefixes:
         self._clock = clock
 
     def pin(self, prefixes: Sequence[Prefix]) -> tuple[PinReport, ...]:
-        """Keep these, what is computed and what will be. InvalidRequest, and nothing done, where one cannot be kept."""
+        """Pin these prefixes, computed or not. Raises InvalidRequest, and pins none, if one cannot be pinned."""
         if not self._cache.enabled:
             raise InvalidRequest("nothing can be pinned: prefix caching is off (--enable-prefix-caching turns it on)")
         pins = [self._pin_of(prefix) for prefix in prefixes]
-        fresh = self._cache.pins.keep(pins, self._limit)
+        fresh = self._cache.pins.keep(pins, self._max_blocks)
         return tuple(self._report(pin, new) for pin, new in zip(pins, fresh, strict=True))
 
     def unpin(self, prefixes: Sequence[Prefix], ids: Sequence[str]) -> tuple[PinReport, ...]:
-        """Keep none of them any longer; says what was kept. NotFound, and nothing done, where one is not pinned."""
+        """Unpin prefixes, named by tokens or id; returns what was kept of each.
+
+        Raises NotFound, and unpins none, if one of them is not pinned.
+        """
         known = self._cache.pins.by_id
         wanted = list(dict.fromkeys([*(self._pin_of(prefix).id for prefix in prefixes), *ids]))
         if missing := [id for id in wanted if id not in known]:
@@ -58,7 +61,7 @@ class Prefixes:
         return reports
 
     def list(self, cache_salt: str | None, limit: int) -> PrefixList:
-        """The ``limit`` shared beginnings under a salt that save most, and its pins."""
+        """Return the ``limit`` shared prefixes under a salt that save most, and all pins under it."""
         root = root_hash(self._identity, cache_salt)
         shared = self._cache.prefix_hits.reused(root)
         pins = [self._report(pin, edges=True) for pin in self._cache.pins.by_id.values() if pin.root == root]
@@ -67,12 +70,12 @@ class Prefixes:
             len(shared),
             tuple(pins),
             self._cache.pins.blocks_with(()),
-            self._limit,
+            self._max_blocks,
         )
 
     @property
-    def _limit(self) -> int:
-        """Blocks that pins may hold: a request of full length has room beside them."""
+    def _max_blocks(self) -> int:
+        """The most blocks that pins may hold, so that a request of full length still fits."""
         return max(self._cache.pool.total - self._cache.blocks_for(self._max_model_len), 0)
 
     def _pin_of(self, prefix: Prefix) -> Pin:
@@ -90,18 +93,19 @@ class Prefixes:
         start, end = _edges(pin.packed) if edges else ((), ())
         return PinReport(pin.id, pin.tokens, self._cache.pins.kept_tokens(pin), new, start, end)
 
-    def _shared(self, used: ReusedPrefix) -> SharedPrefix:
+    def _shared(self, prefix: ReusedPrefix) -> SharedPrefix:
         size = self._cache.block_size
         return SharedPrefix(
-            used.depth * size,
-            used.hits,
-            used.saved * size,
-            max(self._clock() - used.last_hit, 0.0),
-            self._cache.pins.holds(used.block),
-            *_edges(self._cache.prefix_hits.prefix_tokens(used.block)),
+            prefix.depth * size,
+            prefix.hits,
+            prefix.saved * size,
+            max(self._clock() - prefix.last_hit, 0.0),
+            self._cache.pins.holds(prefix.block),
+            *_edges(self._cache.prefix_hits.prefix_tokens(prefix.block)),
         )
 
 
 def _edges(packed: bytes) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return the first and last EDGE_TOKENS token ids, or all of them and none."""
     ids = unpack(packed)
     return (tuple(ids), ()) if len(ids) <= 2 * EDGE_TOKENS else (tuple(ids[:EDGE_TOKENS]), tuple(ids[-EDGE_TOKENS:]))

@@ -1,7 +1,7 @@
 """Continuous batching: which tokens of which sequences are computed next, within a budget of tokens and blocks.
 
 There are no prefill and decode phases: each step lets computed tokens catch up with known ones. ``schedule`` makes the
-next step, ``commit`` takes the results of the oldest one on its way; at most one other may lie between the two.
+next step, ``commit`` takes the results of the oldest step in flight; at most two steps are in flight.
 """
 
 from __future__ import annotations
@@ -9,52 +9,30 @@ from __future__ import annotations
 import bisect
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import replace
-from typing import NamedTuple
 
 from anaphora.cache.hashing import root_hash
 from anaphora.cache.index import Match
 from anaphora.cache.manager import CacheManager
 from anaphora.cache.table import BlockTable
 from anaphora.config import SchedulerConfig
+from anaphora.core.batch_builder import BatchBuilder, ScheduledChunk
 from anaphora.core.groups import PrefixGroups
 from anaphora.core.lookups import Lookups
 from anaphora.core.sequence import Sequence, State
+from anaphora.core.sequence_updates import append_sampled, error_update
 from anaphora.errors import InvalidRequest
-from anaphora.types.batch import Batch, BlockCopy, Chunk, Join, StepOutput, TokenLogprobs
-from anaphora.types.outputs import EngineStats, FinishReason, PromptDone, SequenceUpdate
+from anaphora.types.batch import Batch, StepOutput
+from anaphora.types.outputs import EngineStats, SequenceUpdate
 from anaphora.types.reports import CacheReport
 from anaphora.types.request import Request
 
 
-class _Work(NamedTuple):
-    """A chunk on its way: whose it is, in which of its admissions, and how far it computes."""
-
-    sequence: Sequence
-    epoch: int
-    slot: int
-    start: int
-    end: int
-    sample: bool
-
-
-class _Step:
-    """A batch in the making."""
-
-    def __init__(self, number: int, budget: int) -> None:
-        self.number = number
-        self.budget = budget
-        self.joins: list[Join] = []
-        self.copies: list[BlockCopy] = []
-        self.chunks: list[Chunk] = []
-        self.work: list[_Work] = []
-
-
 class Scheduler:
-    """First come, first served. When blocks run out, the sequence that came last is preempted and computed again.
+    """First come, first served. When blocks run out, the sequence that came last is preempted and recomputed later.
 
-    A sequence whose next block a running one is about to compute waits for it, holding nothing, and others overtake
-    it. After a failed step its sequences run alone, one at a time, so that one that cannot be computed falls alone.
+    A sequence whose next block a running sequence is about to compute waits for it without holding blocks, and others
+    overtake it. After a failed step each of its sequences gets a step of its own, so that only the one that cannot be
+    computed ends with an error.
     """
 
     MAX_FAILURES = 3
@@ -78,7 +56,7 @@ class Scheduler:
         self.waiting: list[Sequence] = []
         self._live: dict[str, list[Sequence]] = {}
         self._free_slots = list(range(config.max_num_seqs - 1, -1, -1))
-        self._on_the_way: dict[int, list[_Work]] = {}
+        self._in_flight: dict[int, list[ScheduledChunk]] = {}
         self._arrived: list[Sequence] = []
         self._steps = 0
         self._arrivals = 0
@@ -87,20 +65,8 @@ class Scheduler:
     # --- requests --------------------------------------------------------------------------------------------------
 
     def add(self, request: Request) -> None:
-        """Queue a request. InvalidRequest if it can never be served."""
-        prompt = len(request.prompt_token_ids)
-        if request.id in self._live:
-            raise InvalidRequest(f"a request with id {request.id!r} is running; ids must differ", param="request_id")
-        if not prompt:
-            raise InvalidRequest("the prompt is empty; it must hold at least one token", param="prompt")
-        if prompt >= self.max_model_len and not (prompt == self.max_model_len and request.sampling.max_tokens == 0):
-            raise InvalidRequest(
-                f"the prompt has {prompt} tokens; prompt and answer together can have at most {self.max_model_len}",
-                param="prompt",
-            )
-        room = self.max_model_len - prompt
-        wanted = request.sampling.max_tokens
-        max_tokens = room if wanted is None else min(wanted, room)
+        """Queue a request. Raises InvalidRequest, naming the field, if it can never be served."""
+        max_tokens = self._max_tokens(request)
         live = self._live[request.id] = []
         for choice in range(request.sampling.n):
             sequence = Sequence(request, choice, self._arrivals, max_tokens, self._table(request, choice))
@@ -109,69 +75,84 @@ class Scheduler:
             self.waiting.append(sequence)
             self._arrived.append(sequence)
 
+    def _max_tokens(self, request: Request) -> int:
+        """Return how many tokens a choice may generate."""
+        prompt, wanted = len(request.prompt_token_ids), request.sampling.max_tokens
+        if request.id in self._live:
+            raise InvalidRequest(f"a request with id {request.id!r} is running; ids must differ", param="request_id")
+        if not prompt:
+            raise InvalidRequest("the prompt is empty; it must hold at least one token", param="prompt")
+        if prompt >= self.max_model_len and not (prompt == self.max_model_len and wanted == 0):
+            raise InvalidRequest(
+                f"the prompt has {prompt} tokens; prompt and answer together can have at most {self.max_model_len}",
+                param="prompt",
+            )
+        room = self.max_model_len - prompt
+        return room if wanted is None else min(wanted, room)
+
     def _table(self, request: Request, choice: int) -> BlockTable:
         root = root_hash(self.identity, request.cache_salt)
         bypass = "prompt_logprobs" if request.sampling.prompt_logprobs is not None and not choice else ""
         return self.cache.table(request.id, request.prompt_token_ids, root, bypass=bypass)
 
     def explain(self, request: Request) -> CacheReport:
-        """What the request's prompt would find now, and why not more. Changes nothing."""
+        """Return what the request's prompt would find in the cache now, and why not more. Changes nothing."""
         table = self._table(request, 0)
         return self.cache.explain(table, self.cache.match(table), len(request.prompt_token_ids))
 
     def abort(self, request_id: str) -> bool:
-        """End all choices of a request without a word. False if there is none."""
+        """End all choices of a request without an update. Returns False if there is no such request."""
         live = self._live.get(request_id, [])
         for sequence in list(live):
             self._finish(sequence)
         return bool(live)
 
     def finish_choice(self, request_id: str, choice: int) -> None:
-        """End one choice (its text met a stop string)."""
+        """End one choice without an update (its text contains a stop string)."""
         for sequence in list(self._live.get(request_id, [])):
             if sequence.choice == choice:
                 self._finish(sequence)
 
     @property
     def has_work(self) -> bool:
-        return bool(self._live) or bool(self._on_the_way)
+        """Whether any request is unfinished or any step is in flight."""
+        return bool(self._live) or bool(self._in_flight)
 
     def tables(self) -> Iterable[BlockTable]:
-        """Block tables of all live sequences."""
+        """Return the block tables of all live sequences."""
         return (sequence.table for live in self._live.values() for sequence in live)
 
     # --- making a step ---------------------------------------------------------------------------------------------
 
     def schedule(self) -> Batch | None:
-        """The next step; None if nothing can be computed before a result comes in."""
-        step = _Step(self._steps, self.config.max_num_batched_tokens)
-        if not self._schedule_alone(step):
+        """Return the next step, or None if nothing can be computed before a result is taken."""
+        builder = BatchBuilder(self._steps, self.config.max_num_batched_tokens)
+        if not self._schedule_alone(builder):
             preemptions = self.stats.preemptions
-            self._schedule_running(step)
+            self._schedule_running(builder)
             if self.stats.preemptions == preemptions:
-                self._admit_waiting(step)
+                self._admit_waiting(builder)
         self._note_waits()
-        if not step.chunks:
+        if not builder.scheduled:
             return None
         self._steps += 1
-        self._on_the_way[step.number] = step.work
-        decoding = {chunk.slot for chunk in step.chunks if chunk.token_ids is None}
-        groups = self.groups.groups(decoding) if self.config.shared_prefix_attention else ()
-        return Batch(step.number, tuple(step.joins), tuple(step.copies), tuple(step.chunks), groups)
+        self._in_flight[builder.step] = builder.scheduled
+        groups = self.groups.groups(builder.decoding()) if self.config.shared_prefix_attention else ()
+        return builder.build(groups)
 
-    def _schedule_alone(self, step: _Step) -> bool:
-        """A sequence of a failed step gets a step to itself, so that its failure is known to be its own."""
+    def _schedule_alone(self, builder: BatchBuilder) -> bool:
+        """Give a sequence of a failed step a step of its own, which shows whether the failure is its fault."""
         for sequence in self.running:
-            if sequence.alone:
-                self._schedule_one(sequence, step)
-                return bool(step.chunks)
-        return any(sequence.alone and self._admit(sequence, step) for sequence in self.waiting)
+            if sequence.run_alone:
+                self._schedule_one(sequence, builder)
+                return bool(builder.scheduled)
+        return any(sequence.run_alone and self._admit(sequence, builder) for sequence in self.waiting)
 
-    def _schedule_running(self, step: _Step) -> None:
+    def _schedule_running(self, builder: BatchBuilder) -> None:
         at = 0
-        while at < len(self.running) and step.budget > 0:
+        while at < len(self.running) and builder.budget > 0:
             sequence = self.running[at]
-            while not self._schedule_one(sequence, step):
+            while not self._schedule_one(sequence, builder):
                 victim = self.running[-1]
                 self._preempt(victim)
                 self.stats.preemptions += 1
@@ -179,235 +160,181 @@ class Scheduler:
                     return
             at += 1
 
-    def _schedule_one(self, sequence: Sequence, step: _Step) -> bool:
-        """Add the sequence's next chunk, if it has one. False if blocks are lacking."""
-        start, total, slot = sequence.scheduled, sequence.total, sequence.slot
-        if start >= total or not sequence.wants_more or step.budget <= 0:
+    def _schedule_one(self, sequence: Sequence, builder: BatchBuilder) -> bool:
+        """Add the sequence's next chunk, if it has one. Returns False if there are not enough blocks."""
+        start = sequence.num_scheduled
+        if start >= sequence.num_tokens or not sequence.wants_more or builder.budget <= 0:
             return True
-        end, tokens = start + 1, None
-        if sequence.prefilling:
-            end = start + min(sequence.given - start, step.budget)
-            tokens = tuple(sequence.token_ids[start:end])
-        write_from = max(start, sequence.matched)
-        reservation = self.cache.reserve(sequence.table, write_from, end, step.number)
+        end = builder.next_end(sequence)
+        write_from = max(start, sequence.num_cached)
+        reservation = self.cache.reserve(sequence.table, write_from, end, builder.step)
         if reservation is None:
             return False
-        sample = end == total
-        step.copies += reservation.copies
-        step.chunks.append(
-            Chunk(slot, start, end - start, tokens, write_from, tuple(reservation.table_changes), sample)
-        )
-        step.work.append(_Work(sequence, sequence.epoch, slot, start, end, sample))
-        step.budget -= end - start
-        sequence.scheduled = end
-        sequence.in_flight += sample
+        builder.add(sequence, end, write_from, reservation)
         return True
 
-    def _admit_waiting(self, step: _Step) -> None:
-        """Let waiting sequences in, in their order; those that wait for another's prefix are overtaken."""
+    # --- admission -------------------------------------------------------------------------------------------------
+
+    def _admit_waiting(self, builder: BatchBuilder) -> None:
+        """Admit waiting sequences in order; those that wait for another's prefix are overtaken."""
         headroom = -1
         for sequence in list(self.waiting):
-            if step.budget <= 0 or not self._free_slots:
+            if builder.budget <= 0 or not self._free_slots:
                 return
-            if sequence.in_flight or sequence.alone or (sequence.wait and self.cache.is_pending(sequence.wait)):
+            if sequence.num_in_flight or sequence.run_alone or self._waits_for_block(sequence):
                 continue
             if headroom < 0:
-                headroom = sum(map(self._promised, self.running)) + (
-                    self.cache.pool.total // 100 if self.running else 0
-                )
-            if self._admit(sequence, step, headroom):
-                headroom += self._promised(sequence)
-            elif sequence.wait is None:
+                spare = self.cache.pool.total // 100 if self.running else 0
+                headroom = sum(map(self._missing_blocks, self.running)) + spare
+            if self._admit(sequence, builder, headroom):
+                headroom += self._missing_blocks(sequence)
+            elif sequence.pending_block is None:
                 return
 
-    def _promised(self, sequence: Sequence) -> int:
-        """Blocks that a running sequence still needs to finish its prompt."""
+    def _waits_for_block(self, sequence: Sequence) -> bool:
+        return sequence.pending_block is not None and self.cache.is_pending(sequence.pending_block)
+
+    def _missing_blocks(self, sequence: Sequence) -> int:
+        """Return how many blocks a running sequence still needs to finish its prompt."""
         if not sequence.prefilling:
             return 0
-        return max(self.cache.blocks_for(sequence.given + 1) - len(sequence.table.blocks), 0)
+        return max(self.cache.blocks_for(sequence.num_admitted + 1) - len(sequence.table.blocks), 0)
 
-    def _admit(self, sequence: Sequence, step: _Step, headroom: int = 0) -> bool:
-        """Give the sequence a slot and its first chunk. False if it must wait: for blocks, or for ``sequence.wait``."""
-        if not self._free_slots or sequence.in_flight:
+    def _admit(self, sequence: Sequence, builder: BatchBuilder, headroom: int = 0) -> bool:
+        """Give the sequence a slot and its first chunk, if ``headroom`` blocks stay available for others.
+
+        Returns False if it must wait: for a slot or blocks, or for ``sequence.pending_block``.
+        """
+        if not self._free_slots or sequence.num_in_flight:
             return False
         match = self._look_up(sequence)
         if match.pending is not None:
             return False
         now = self._clock()
-        if sequence.wait is not None:
+        if sequence.pending_block is not None:
             sequence.waited_s += now - sequence.wait_since
-            sequence.wait = None
-        known = len(sequence.token_ids)
+            sequence.pending_block = None
         counts = self.lookups.counts(sequence)
         sizes = self.lookups.at_sizes(sequence, match) if counts else None
-        taken = self.cache.admit(sequence.table, match, min(known + 1, self.max_model_len), headroom)
+        num_tokens = min(len(sequence.token_ids) + 1, self.max_model_len)
+        taken = self.cache.admit(sequence.table, match, num_tokens, headroom)
         if taken is None:
             return False
         self.waiting.remove(sequence)
-        bisect.insort(self.running, sequence, key=lambda s: s.order)
-        sequence.admitted(self._free_slots.pop(), taken.tokens)
+        bisect.insort(self.running, sequence, key=lambda s: s.arrival_order)
+        sequence.admit(self._free_slots.pop(), taken.tokens)
         if counts:
             self.lookups.admitted(sequence, match, taken, sizes, now)
-        sampling = sequence.request.sampling
-        if sequence.choice or sequence.prompt_done:
-            sampling = replace(sampling, prompt_logprobs=None)
-        step.joins.append(
-            Join(
-                sequence.slot,
-                sampling,
-                sequence.choice,
-                tuple(sequence.token_ids),
-                sequence.num_prompt,
-                sequence.request.eos_token_ids,
-                tuple(block.id for block in sequence.table.blocks),
-            )
-        )
-        self._schedule_one(sequence, step)
+        builder.join(sequence)
+        self._schedule_one(sequence, builder)
         return True
 
     def _look_up(self, sequence: Sequence) -> Match:
-        """What the cache has for the sequence; notes it if what it lacks next is about to be computed by another."""
+        """Return the sequence's match. If another sequence is about to compute its next block, start the wait."""
         match = self.cache.match(sequence.table)
         if match.pending is not None:
-            if sequence.wait is None:
+            if sequence.pending_block is None:
                 sequence.wait_since = self._clock()
-            sequence.wait = match.pending
+            sequence.pending_block = match.pending
         return match
 
     def _note_waits(self) -> None:
-        """Those that came since the last step, and found no budget, may yet be waiting for what is being computed."""
+        """Look up the sequences that came since the last step and were not reached, so that their waits are counted."""
         for sequence in self._arrived:
-            if sequence.state is State.WAITING and sequence.wait is None and not sequence.epoch:
+            if sequence.state is State.WAITING and sequence.pending_block is None and not sequence.epoch:
                 self._look_up(sequence)
         self._arrived.clear()
 
     # --- taking results --------------------------------------------------------------------------------------------
 
     def commit(self, output: StepOutput) -> list[SequenceUpdate]:
-        """Take the results of the oldest step on its way. Tokens of sequences that have ended are dropped."""
-        work = self._on_the_way.pop(output.step)
+        """Take the results of the oldest step in flight. Tokens of sequences that have ended are dropped."""
+        chunks = self._in_flight.pop(output.step)
         self.cache.finish_step(output.step)
         now = self._clock()
         updates = []
-        for item in work:
-            sequence = item.sequence
+        for chunk in chunks:
+            sequence = chunk.sequence
             if sequence.state is State.FINISHED:
                 continue
-            if item.epoch == sequence.epoch and sequence.state is State.RUNNING:
-                self._computed(item, output)
-            if item.sample:
-                sequence.in_flight -= 1
-                token = output.tokens[item.slot]
-                updates.append(self._sampled(sequence, token, output.logprobs.get(item.slot), now))
+            if chunk.epoch == sequence.epoch and sequence.state is State.RUNNING:
+                self._computed(chunk, output)
+            if chunk.sample:
+                sequence.num_in_flight -= 1
+                token, logprobs = output.tokens[chunk.slot], output.logprobs.get(chunk.slot)
+                update = append_sampled(sequence, token, logprobs, now, self.cache.block_size)
+                self.stats.generation_tokens += len(update.token_ids)
+                if update.finish_reason is not None:
+                    self._finish(sequence)
+                updates.append(update)
         return updates
 
-    def _computed(self, item: _Work, output: StepOutput) -> None:
-        """The chunk's keys and values are there: let others find them."""
-        sequence = item.sequence
-        sequence.computed = item.end
-        sequence.alone = False
-        ends_prompt = item.start < sequence.num_prompt == item.end
-        self.cache.commit(sequence.table, item.end, tail=ends_prompt)
+    def _computed(self, chunk: ScheduledChunk, output: StepOutput) -> None:
+        """Record that the chunk's keys and values are computed, so that other sequences can reuse them."""
+        sequence = chunk.sequence
+        sequence.num_computed = chunk.end
+        sequence.run_alone = False
+        ends_prompt = chunk.start < sequence.num_prompt == chunk.end
+        self.cache.commit(sequence.table, chunk.end, tail=ends_prompt)
         if not sequence.prompt_done:
-            sequence.prompt_logprobs += output.prompt_logprobs.get(item.slot, ())
-        if item.start < sequence.given <= item.end:
-            full = sequence.table.blocks[: sequence.given // self.cache.block_size]
-            self.groups.join(item.slot, [block.id for block in full])
-
-    def _sampled(self, sequence: Sequence, token: int, logprobs: TokenLogprobs | None, now: float) -> SequenceUpdate:
-        prompt = None if sequence.prompt_done or sequence.choice else self._prompt_done(sequence, now)
-        sequence.prompt_done = True
-        reason, stop_reason = FinishReason.LENGTH, None
-        tokens: tuple[int, ...] = ()
-        if sequence.max_tokens:
-            tokens = (token,)
-            sequence.token_ids.append(token)
-            sequence.table.append(tokens, self.cache.block_size)
-            self.stats.generation_tokens += 1
-            sampling = sequence.request.sampling
-            if token in sampling.stop_token_ids:
-                reason, stop_reason = FinishReason.STOP, token
-            elif token in sequence.request.eos_token_ids and not sampling.ignore_eos:
-                reason = FinishReason.STOP
-        ends = reason is FinishReason.STOP or sequence.generated >= sequence.max_tokens
-        if ends:
-            self._finish(sequence)
-        return SequenceUpdate(
-            sequence.request.id,
-            sequence.choice,
-            tokens,
-            now,
-            logprobs=(logprobs,) if logprobs and tokens else None,
-            prompt=prompt,
-            finish_reason=reason if ends else None,
-            stop_reason=stop_reason,
-        )
-
-    def _prompt_done(self, sequence: Sequence, now: float) -> PromptDone:
-        report, scheduled = sequence.report, sequence.first_scheduled
-        assert report is not None
-        assert scheduled is not None
-        arrival = sequence.request.arrival
-        wanted = sequence.request.sampling.prompt_logprobs is not None
-        logprobs = (None, *sequence.prompt_logprobs) if wanted else None
-        return PromptDone(report, max(scheduled - arrival, 0.0), sequence.waited_s, now - scheduled, logprobs)
+            sequence.prompt_logprobs += output.prompt_logprobs.get(chunk.slot, ())
+        if chunk.start < sequence.num_admitted <= chunk.end:
+            full = sequence.table.blocks[: sequence.num_admitted // self.cache.block_size]
+            self.groups.join(chunk.slot, [block.id for block in full])
 
     def fail(self, error: str) -> list[SequenceUpdate]:
-        """All steps on their way are lost, the oldest by a fault of its own: queue its sequences again or end them.
+        """Handle the failure of the oldest step in flight; later ones are lost with it. Requeues their sequences.
 
-        A sequence that was alone in it, or that has now failed ``MAX_FAILURES`` times, ends with the error.
+        A sequence that was alone in the failed step, or that has failed ``MAX_FAILURES`` times, ends with ``error``.
         """
         self.stats.failed_steps += 1
-        guilty = next(iter(self._on_the_way.values()))
-        lost = {id(item.sequence): item for work in self._on_the_way.values() for item in work}
-        for number in self._on_the_way:
+        failed = next(iter(self._in_flight.values()))
+        lost = {id(chunk.sequence): chunk.sequence for chunks in self._in_flight.values() for chunk in chunks}
+        for number in self._in_flight:
             self.cache.fail_step(number)
-        self._on_the_way.clear()
-        for item in lost.values():
-            sequence = item.sequence
-            sequence.in_flight = 0
+        self._in_flight.clear()
+        for sequence in lost.values():
+            sequence.num_in_flight = 0
             if sequence.state is State.RUNNING:
                 self._preempt(sequence)
         updates = []
-        for sequence in (item.sequence for item in guilty):
+        for sequence in (chunk.sequence for chunk in failed):
             if sequence.state is State.FINISHED:
                 continue
             sequence.failures += 1
-            sequence.alone = True
-            if len(guilty) == 1 or sequence.failures >= self.MAX_FAILURES:
-                updates.append(self._give_up(sequence, error))
+            sequence.run_alone = True
+            if len(failed) == 1 or sequence.failures >= self.MAX_FAILURES:
+                updates.append(self._fail_sequence(sequence, error))
                 self.cache.invalidate(sequence.table)
         return updates
 
-    def give_up(self) -> list[SequenceUpdate]:
-        """Nothing is on its way and nothing can be scheduled: end the first that waits, so that the others come on."""
+    def fail_first_waiting(self) -> list[SequenceUpdate]:
+        """End the first waiting sequence: with nothing in flight and nothing to schedule, it would wait forever."""
         if not self.waiting:
             return []
         sequence = self.waiting[0]
         need, room = self.cache.blocks_for(len(sequence.token_ids) + 1), self.cache.pool.available
-        error = f"the request needs {need} KV blocks and there are {room}, though nothing else runs"
-        return [self._give_up(sequence, error)]
+        error = f"the request needs {need} KV blocks and only {room} are available, though no other request is running"
+        return [self._fail_sequence(sequence, error)]
 
-    def _give_up(self, sequence: Sequence, error: str) -> SequenceUpdate:
+    def _fail_sequence(self, sequence: Sequence, error: str) -> SequenceUpdate:
         self._finish(sequence)
-        return SequenceUpdate(
-            sequence.request.id, sequence.choice, (), self._clock(), finish_reason=FinishReason.ERROR, error=error
-        )
+        return error_update(sequence, error, self._clock())
 
     # --- leaving ---------------------------------------------------------------------------------------------------
 
     def _preempt(self, sequence: Sequence) -> None:
-        """Take its blocks and its slot; it will be computed again, as far as its blocks have gone by then."""
+        """Free its slot and blocks and let it wait again; only blocks evicted meanwhile are recomputed."""
         self.running.remove(sequence)
-        self._vacate(sequence)
+        self._free(sequence)
         sequence.state = State.WAITING
-        sequence.computed = sequence.scheduled = 0
-        bisect.insort(self.waiting, sequence, key=lambda s: s.order)
+        sequence.num_computed = sequence.num_scheduled = 0
+        bisect.insort(self.waiting, sequence, key=lambda s: s.arrival_order)
 
     def _finish(self, sequence: Sequence) -> None:
         if sequence.state is State.RUNNING:
             self.running.remove(sequence)
-            self._vacate(sequence)
+            self._free(sequence)
         else:
             self.waiting.remove(sequence)
         sequence.state = State.FINISHED
@@ -416,8 +343,8 @@ class Scheduler:
         if not live:
             del self._live[sequence.request.id]
 
-    def _vacate(self, sequence: Sequence) -> None:
+    def _free(self, sequence: Sequence) -> None:
         self.groups.leave(sequence.slot)
-        self.cache.release(sequence.table, sequence.computed)
+        self.cache.release(sequence.table, sequence.num_computed)
         self._free_slots.append(sequence.slot)
         sequence.slot = -1

@@ -1,4 +1,4 @@
-"""One choice of one request on its way through the engine."""
+"""One choice of one request, from admission to its last token."""
 
 from __future__ import annotations
 
@@ -12,57 +12,66 @@ from anaphora.types.request import Request
 
 
 class State(enum.Enum):
+    """Where a sequence is: in the waiting queue, in a slot, or done."""
+
     WAITING = "waiting"
     RUNNING = "running"
     FINISHED = "finished"
 
 
 class Sequence:
-    """Known tokens and computed tokens; each step lets computed catch up.
+    """Known tokens and computed tokens of one choice; each step lets computed catch up with known.
 
     ::
 
-        token_ids     p p p p p p p p g g g          known: prompt and generated
-        in_flight                           ? ?      sampled in steps whose results are not taken yet
-        computed      ───────────►                   slots that hold keys and values, results taken
-        scheduled     ─────────────────────►         the same, steps in flight included
+        token_ids         p p p p p p p p g g g          known: prompt and generated
+        num_in_flight                           ? ?      sampled in steps whose results have not been taken yet
+        num_computed      ───────────►                   tokens whose keys and values are in the cache
+        num_scheduled     ─────────────────────►         the same, with the steps in flight
 
-    When it was admitted, ``given`` tokens were known, of which ``matched`` were found in the cache; those are never
-    written. ``epoch`` counts its admissions, so that a result can be told from one of before a preemption. ``order``
-    is its place in the order of arrival. ``alone`` says that a step with it failed, so the next one is its own.
+    - ``arrival_order``: sequences are admitted, and kept when blocks run out, in this order
+    - ``slot``: its slot in the runner while it runs, else -1
+    - ``num_admitted``: tokens known at its last admission; ``num_cached`` of them were found in the cache, and are
+      never written by this sequence
+    - ``epoch``: number of its admissions, which tells a result apart from one before a preemption
+    - ``pending_block``: the hash of the block for which it waits, since another sequence is computing it;
+      ``waited_s``: seconds spent so
+    - ``report``, ``first_scheduled``: set at the first admission of the request's prompt (choice 0), once
+    - ``prompt_done``: the prompt has been computed once and its PromptDone sent
+    - ``run_alone``: a step with this sequence has failed, so its next step contains no other
     """
 
     __slots__ = (
-        "alone",
+        "arrival_order",
         "choice",
-        "computed",
         "epoch",
         "failures",
         "first_scheduled",
-        "given",
-        "in_flight",
-        "matched",
         "max_tokens",
+        "num_admitted",
+        "num_cached",
+        "num_computed",
+        "num_in_flight",
         "num_prompt",
-        "order",
+        "num_scheduled",
+        "pending_block",
         "prompt_done",
         "prompt_logprobs",
         "report",
         "request",
-        "scheduled",
+        "run_alone",
         "slot",
         "state",
         "table",
         "token_ids",
-        "wait",
         "wait_since",
         "waited_s",
     )
 
-    def __init__(self, request: Request, choice: int, order: int, max_tokens: int, table: BlockTable) -> None:
+    def __init__(self, request: Request, choice: int, arrival_order: int, max_tokens: int, table: BlockTable) -> None:
         self.request = request
         self.choice = choice
-        self.order = order
+        self.arrival_order = arrival_order
         self.max_tokens = max_tokens
         self.table = table
         self.token_ids = list(request.prompt_token_ids)
@@ -70,47 +79,48 @@ class Sequence:
         self.state = State.WAITING
         self.slot = -1
         self.epoch = 0
-        self.computed = 0
-        self.scheduled = 0
-        self.in_flight = 0
-        self.given = 0
-        self.matched = 0
+        self.num_computed = 0
+        self.num_scheduled = 0
+        self.num_in_flight = 0
+        self.num_admitted = 0
+        self.num_cached = 0
         self.report: CacheReport | None = None
         self.first_scheduled: float | None = None
-        self.wait: BlockHash | None = None
+        self.pending_block: BlockHash | None = None
         self.wait_since = 0.0
         self.waited_s = 0.0
         self.prompt_done = False
         self.prompt_logprobs: list[TokenLogprobs] = []
         self.failures = 0
-        self.alone = False
+        self.run_alone = False
 
     @property
-    def total(self) -> int:
-        """Known tokens and those whose results are on their way."""
-        return len(self.token_ids) + self.in_flight
+    def num_tokens(self) -> int:
+        """Number of known tokens and of those in flight."""
+        return len(self.token_ids) + self.num_in_flight
 
     @property
-    def generated(self) -> int:
+    def num_generated(self) -> int:
+        """Number of known tokens behind the prompt."""
         return len(self.token_ids) - self.num_prompt
 
     @property
     def prefilling(self) -> bool:
-        """Tokens that it was admitted with are still to be computed."""
-        return self.scheduled < self.given
+        """Whether tokens that were known at admission are still to be scheduled."""
+        return self.num_scheduled < self.num_admitted
 
     @property
     def wants_more(self) -> bool:
-        """Whether another token may follow those on their way; with ``max_tokens`` 0 one is sampled and dropped."""
-        return self.total - self.num_prompt < max(self.max_tokens, 1)
+        """Whether to sample after the tokens in flight. With ``max_tokens`` 0 one token is sampled and dropped."""
+        return self.num_tokens - self.num_prompt < max(self.max_tokens, 1)
 
-    def admitted(self, slot: int, matched: int) -> None:
-        """It takes a slot; the first ``matched`` tokens need not be computed, but for the last one known."""
+    def admit(self, slot: int, num_cached: int) -> None:
+        """Start to run in ``slot``. The last known token is computed even if it is cached, to get logits."""
         self.state = State.RUNNING
         self.slot = slot
         self.epoch += 1
-        self.given = len(self.token_ids)
-        self.matched = matched
-        self.computed = self.scheduled = min(matched, self.given - 1)
+        self.num_admitted = len(self.token_ids)
+        self.num_cached = num_cached
+        self.num_computed = self.num_scheduled = min(num_cached, self.num_admitted - 1)
         if not self.prompt_done:
             self.prompt_logprobs.clear()
