@@ -60,11 +60,9 @@ MAY_IMPORT: dict[str, set[str]] = {
         "anaphora.advice",
         "anaphora.server.api.protocol",
         "anaphora.tools.shared",
-        "anaphora.tools.lint",
     }
     | {"httpx", "rich", "jinja2", "msgspec"},
-    "anaphora.tools.lint": BASE
-    | {"anaphora.advice", "anaphora.text", "anaphora.tools.shared", "anaphora.tools.doctor", "rich"},
+    "anaphora.tools.lint": BASE | {"anaphora.advice", "anaphora.text", "anaphora.tools.shared", "rich"},
     "anaphora.tools.record": BASE | {"anaphora.observe.record", "anaphora.tools.shared", "msgspec"},
     "anaphora.tools.plan": BASE | {"anaphora.cache", "anaphora.core", "anaphora.tools.shared", "rich"},
     "anaphora.cli": BASE | {"anaphora"},
@@ -157,6 +155,8 @@ def test_no_module_imports_itself_by_way_of_others() -> None:
             "from anaphora.tools.doctor.read import token_store",
             "anaphora.tools.doctor.read.token_store",
         ),
+        ("anaphora.tools.lint.command", "import anaphora.tools.doctor.options", "anaphora.tools.doctor.options"),
+        ("anaphora.tools.doctor.command", "from anaphora.tools.lint import run", "anaphora.tools.lint"),
         ("anaphora.tools.bench.load", "from anaphora.cli import main", "anaphora.cli"),
         ("anaphora.types", "import anaphora.config", "anaphora.config"),
         ("anaphora.errors", "import anaphora", "anaphora"),
@@ -245,7 +245,7 @@ def test_cache_and_core_load_no_torch() -> None:
 
 
 def test_the_tools_for_other_servers_load_nothing_of_our_own() -> None:
-    commands = ("doctor.command", "record.command", "bench.client")
+    commands = ("doctor.command", "lint.command", "record.command", "bench.client")
     code = "import " + ", ".join(f"anaphora.tools.{name}" for name in commands)
     assert loaded_by(code) & (HEAVY | {"zmq", "uvloop", "numba"}) == set()
 

@@ -225,14 +225,33 @@ def _bench(options: argparse.Namespace) -> int:
 
 def _doctor_settings() -> tuple[type, ...]:
     from anaphora.tools.doctor import DoctorOptions
+    from anaphora.tools.lint import MovedDoctorFlags
 
-    return (DoctorOptions,)
+    return (DoctorOptions, MovedDoctorFlags)
 
 
 def _doctor(options: argparse.Namespace) -> int:
     from anaphora.tools.doctor import DoctorOptions, run
+    from anaphora.tools.lint import LintOptions, MovedDoctorFlags, run_doctor_flags
 
-    return run(_make(DoctorOptions, options))
+    moved = _make(MovedDoctorFlags, options)
+    if moved == MovedDoctorFlags():
+        return run(_make(DoctorOptions, options))
+    flag = "--template" if moved.serve_flags is None else "--serve-flags"
+    _say(f"note: doctor {flag} has moved to anaphora lint and will be removed in 0.3")
+    return run_doctor_flags(moved, _make(LintOptions, options))
+
+
+def _lint_settings() -> tuple[type, ...]:
+    from anaphora.tools.lint import LintOptions
+
+    return (LintOptions,)
+
+
+def _lint(options: argparse.Namespace) -> int:
+    from anaphora.tools.lint import LintOptions, run
+
+    return run(_make(LintOptions, options))
 
 
 def _plan_settings() -> tuple[type, ...]:
@@ -290,6 +309,11 @@ COMMANDS = {
         "why prompts miss: where their beginnings break, what it costs, what would be reused",
         _doctor_settings,
         _doctor,
+    ),
+    "lint": Command(
+        "what in a chat template or in a server's command line breaks reuse or memory",
+        _lint_settings,
+        _lint,
     ),
     "record": Command(
         "a pass-through in front of any server that writes the log which the doctor reads",

@@ -7,14 +7,14 @@ from typing import Any
 
 import pytest
 
-from anaphora.advice.server_flags import Setup, pitfalls
+from anaphora.advice.server_flags import ServerSettings, check_server_flags
 
-GOOD = Setup(exact=False, max_model_len=8192, max_num_seqs=64, pool_tokens=100_000, system_tokens=2000)
+GOOD = ServerSettings(exact=False, max_model_len=8192, max_num_seqs=64, pool_tokens=100_000, system_tokens=2000)
 
 
 def test_a_good_setup_has_none() -> None:
-    assert pitfalls(GOOD) == []
-    assert pitfalls(replace(GOOD, exact=True, block_size=256)) == []
+    assert check_server_flags(GOOD) == []
+    assert check_server_flags(replace(GOOD, exact=True, block_size=256)) == []
 
 
 @pytest.mark.parametrize(
@@ -39,22 +39,22 @@ def test_a_good_setup_has_none() -> None:
 )
 def test_each_pitfall_alone_and_its_mend(change: dict[str, Any], words: str, mended: dict[str, Any]) -> None:
     bad = replace(GOOD, **change)
-    (found,) = pitfalls(bad)
+    (found,) = check_server_flags(bad)
     assert words in str(found)
     assert found.mend
-    assert pitfalls(replace(bad, **mended)) == []
+    assert check_server_flags(replace(bad, **mended)) == []
 
 
 def test_a_block_larger_than_what_is_shared_costs_less_where_reuse_is_exact() -> None:
-    (whole,) = pitfalls(replace(GOOD, block_size=64, system_tokens=40))
-    (exact,) = pitfalls(replace(GOOD, block_size=64, system_tokens=40, exact=True))
+    (whole,) = check_server_flags(replace(GOOD, block_size=64, system_tokens=40))
+    (exact,) = check_server_flags(replace(GOOD, block_size=64, system_tokens=40, exact=True))
     assert "never hits" in whole.problem
     assert "copies it" in exact.problem
 
 
 def test_the_advised_numbers_are_right_at_the_edge() -> None:
-    assert pitfalls(replace(GOOD, pool_tokens=8192, max_num_seqs=32)) == []
-    (few,) = pitfalls(replace(GOOD, pool_tokens=8192, max_num_seqs=33))
+    assert check_server_flags(replace(GOOD, pool_tokens=8192, max_num_seqs=32)) == []
+    (few,) = check_server_flags(replace(GOOD, pool_tokens=8192, max_num_seqs=33))
     assert "--max-num-seqs 32" in few.mend
-    (short,) = pitfalls(replace(GOOD, pool_tokens=8191, max_num_seqs=1))
+    (short,) = check_server_flags(replace(GOOD, pool_tokens=8191, max_num_seqs=1))
     assert "--max-model-len 8191" in short.mend

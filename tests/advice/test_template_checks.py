@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from datetime import datetime
+from pathlib import Path
 
 import pytest
 
-from anaphora.advice.template_checks import examine
-from anaphora.text.chat_template import ChatTemplate
+from anaphora.advice.template_checks import check_template
+from anaphora.text.chat_template import ChatTemplate, default_template
 
+TEMPLATES = Path(__file__).resolve().parents[3] / "shared" / "data" / "chat-templates"
+SPECIAL_TOKENS = {"bos_token": "<s>", "eos_token": "</s>"}
 BODY = "{% for m in messages %}[{{ m.role }}] {{ m.content }}\n{% endfor %}"
 
 
@@ -25,7 +28,7 @@ BODY = "{% for m in messages %}[{{ m.role }}] {{ m.content }}\n{% endfor %}"
     ],
 )
 def test_whatever_form_the_date_has(form: str, words: str) -> None:
-    checks = examine(ChatTemplate("Today: {{ strftime_now('" + form + "') }}\n" + BODY, {}))
+    checks = check_template(ChatTemplate("Today: {{ strftime_now('" + form + "') }}\n" + BODY, {}))
     (found,) = [check for check in checks if check.problem and check.breaks]
     assert words in found.problem
     assert found.before != found.after
@@ -40,7 +43,7 @@ def test_whatever_form_the_date_has(form: str, words: str) -> None:
     ],
 )
 def test_a_date_that_not_every_prompt_shows(source: str, where: str) -> None:
-    (found,) = [check for check in examine(ChatTemplate(source, {})) if check.problem and check.breaks]
+    (found,) = [check for check in check_template(ChatTemplate(source, {})) if check.problem and check.breaks]
     assert where in found.problem
     assert "midnight" in found.problem
 
@@ -51,17 +54,17 @@ def test_what_a_template_refuses_breaks_nothing() -> None:
         "{% for m in messages %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}"
         "{{ raise_exception('roles must take turns: user, assistant') }}{% endif %}{% endfor %}"
     )
-    checks = examine(ChatTemplate(refusing + BODY, {}))
+    checks = check_template(ChatTemplate(refusing + BODY, {}))
     assert [check.problem for check in checks if check.problem and check.breaks] == []
     assert any("roles must take turns" in check.problem for check in checks)
     rewriting = refusing + "{{ messages | length }}" + BODY
-    broken = {check.name for check in examine(ChatTemplate(rewriting, {})) if check.problem and check.breaks}
+    broken = {check.name for check in check_template(ChatTemplate(rewriting, {})) if check.problem and check.breaks}
     assert "two turns" in broken
 
 
 def test_a_date_that_stands_still_is_none() -> None:
     today = datetime.now().strftime("%Y-%m-%d")
-    checks = examine(ChatTemplate(f"Written on {today}.\n" + BODY, {}))
+    checks = check_template(ChatTemplate(f"Written on {today}.\n" + BODY, {}))
     assert [check for check in checks if check.problem and check.breaks] == []
 
 
@@ -70,3 +73,31 @@ def test_the_clock_of_one_rendering_is_not_that_of_the_next() -> None:
     message = [{"role": "user", "content": "hi"}]
     assert template.at(datetime(1999, 1, 1)).render(message) == "1999"
     assert template.render(message) == str(datetime.now().year)
+
+
+@pytest.mark.skipif(not TEMPLATES.is_dir(), reason=f"the chat templates are not at {TEMPLATES}")
+@pytest.mark.parametrize(
+    ("name", "problems"),
+    [
+        ("HuggingFaceTB-SmolLM3-3B", {}),
+        ("deepseek-ai-DeepSeek-V3.1", {}),
+        ("mistralai-Mistral-Nemo-Instruct-2407", {"place of the system text": "moved to the last user message"}),
+        ("openai-gpt-oss-120b", {"the date": "today's date"}),
+        ("Qwen-Qwen3-0.6B", {"a user message after a tool round with reasoning": "reasoning is dropped"}),
+        ("Qwen3.5-4B", {"a user message after a tool round with reasoning": "reasoning is dropped"}),
+        ("GLM-4.7-Flash", {"a user message after a tool round with reasoning": "reasoning is dropped"}),
+    ],
+)
+def test_templates_of_models(name: str, problems: dict[str, str]) -> None:
+    template = ChatTemplate((TEMPLATES / f"{name}.jinja").read_text("utf-8"), SPECIAL_TOKENS)
+    found = {check.name: check.problem for check in check_template(template) if check.problem and check.breaks}
+    assert bool(found) == bool(problems)
+    for check, words in problems.items():
+        assert words in found[check]
+    assert ("the date" in found) == (name == "openai-gpt-oss-120b")
+    assert ("place of the system text" in found) == name.startswith("mistralai")
+
+
+def test_the_embedded_template_passes() -> None:
+    template = ChatTemplate(default_template(), SPECIAL_TOKENS)
+    assert [check for check in check_template(template) if check.problem] == []

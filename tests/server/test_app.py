@@ -21,7 +21,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from anaphora.config import CacheConfig, EngineConfig, ModelConfig, ServerConfig
 from anaphora.errors import ConfigError
 from anaphora.observe.record import read
-from anaphora.server.app import _pitfalls, load_text, serve
+from anaphora.server.app import _flag_warnings, load_text, serve
 from tests.support.servers import CHATML, FakeSource, RunningServer, environment, fake_command, fake_server, tiny_info
 from tests.support.tokenizers import write_tokenizer
 
@@ -389,13 +389,13 @@ def test_a_model_that_cannot_be_served_ends_the_start(tmp_path: Path) -> None:
 def test_the_start_warns_of_what_breaks_reuse_with_its_mend(tmp_path: Path) -> None:
     write_tokenizer(tmp_path, 300, "{{ strftime_now('%d %B') }}{% for m in messages %}{{ m.content }}{% endfor %}")
     good, bad = EngineConfig(), EngineConfig(cache=CacheConfig(enable_prefix_caching=False, kv_cache_dtype="fp8"))
-    (dated,) = _pitfalls(good, tiny_info(), load_text(tmp_path, good))
+    (dated,) = _flag_warnings(good, tiny_info(), load_text(tmp_path, good))
     assert "prints today's date" in str(dated)
     assert "--chat-template" in dated.mend
-    found = {pitfall.setting for pitfall in _pitfalls(bad, tiny_info(), load_text(tmp_path, bad))}
+    found = {warning.setting for warning in _flag_warnings(bad, tiny_info(), load_text(tmp_path, bad))}
     assert found == {"--no-enable-prefix-caching", "--kv-cache-dtype fp8", "the chat template"}
     write_tokenizer(tmp_path, 300, CHATML)
-    assert _pitfalls(good, tiny_info(), load_text(tmp_path, good)) == []
+    assert _flag_warnings(good, tiny_info(), load_text(tmp_path, good)) == []
 
 
 def test_metrics_tell_the_data_type_that_the_cache_really_has(server: RunningServer) -> None:

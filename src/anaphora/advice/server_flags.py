@@ -13,7 +13,7 @@ USUAL_BLOCK = 16
 
 
 @dataclass(frozen=True, slots=True)
-class Setup:
+class ServerSettings:
     """What is known of a server; None is unknown. Lengths and sizes in tokens.
 
     ``system_tokens`` is the length of what prompts begin with, ``prompt_logprobs`` the share of the requests that ask
@@ -41,7 +41,7 @@ class Setup:
 
 
 @dataclass(frozen=True, slots=True)
-class Pitfall:
+class FlagWarning:
     """``setting`` is the flag, or what else it is about. ``breaks`` False: worth knowing, but nothing is lost by it."""
 
     setting: str
@@ -53,14 +53,14 @@ class Pitfall:
         return f"{self.setting}: {self.problem}. {self.mend[:1].upper()}{self.mend[1:]}"
 
 
-def pitfalls(setup: Setup) -> list[Pitfall]:
+def check_server_flags(setup: ServerSettings) -> list[FlagWarning]:
     """What is wrong with a setup, what costs most reuse first."""
     return [*_reuse(setup), *_template(setup), *_answers(setup), *_memory(setup), *_sight(setup)]
 
 
-def _reuse(setup: Setup) -> Iterator[Pitfall]:
+def _reuse(setup: ServerSettings) -> Iterator[FlagWarning]:
     if not setup.prefix_caching:
-        yield Pitfall(
+        yield FlagWarning(
             "--no-enable-prefix-caching",
             "prefix caching is off: every prompt is computed whole",
             "leave the flag out",
@@ -73,7 +73,7 @@ def _reuse(setup: Setup) -> Iterator[Pitfall]:
             if setup.exact
             else "it never hits, since only whole blocks are reused"
         )
-        yield Pitfall(
+        yield FlagWarning(
             "--block-size",
             f"a block of {size} tokens is larger than the {system} tokens that prompts share: {lost}",
             f"use --block-size {USUAL_BLOCK}"
@@ -81,66 +81,66 @@ def _reuse(setup: Setup) -> Iterator[Pitfall]:
             else "make what prompts share longer than a block",
         )
     elif system is None and size > 2 * USUAL_BLOCK and not setup.exact:
-        yield Pitfall(
+        yield FlagWarning(
             "--block-size",
             f"only whole blocks of {size} tokens are reused: what prompts share beyond a multiple of that is computed "
             f"each time, and a shared beginning of fewer tokens never hits",
             f"use --block-size {USUAL_BLOCK}",
         )
     if setup.prompt_logprobs:
-        yield Pitfall(
+        yield FlagWarning(
             "prompt_logprobs",
             f"{setup.prompt_logprobs:.0%} of the requests ask for it: they need every position computed, so they read "
             "nothing from the cache",
             "ask for logprobs of the answer, or send the scoring requests to a server of their own",
         )
     if setup.replicas > 1:
-        yield Pitfall(
+        yield FlagWarning(
             "--data-parallel-size",
             f"each of {setup.replicas} replicas has a cache of its own: a prefix is computed {setup.replicas} times, "
             "and a conversation that changes its replica starts anew",
             "route by conversation or by prefix in front of them",
         )
     if setup.adapters > 1:
-        yield Pitfall(
+        yield FlagWarning(
             "--lora-modules",
             f"{setup.adapters} adapters share nothing: a prefix is computed once for each",
             "send requests that share a prefix to one adapter, and count the cache's size by adapter",
         )
 
 
-def _template(setup: Setup) -> Iterator[Pitfall]:
+def _template(setup: ServerSettings) -> Iterator[FlagWarning]:
     for problem, mend in setup.template:
-        yield Pitfall("the chat template", problem, mend)
+        yield FlagWarning("the chat template", problem, mend)
 
 
-def _answers(setup: Setup) -> Iterator[Pitfall]:
+def _answers(setup: ServerSettings) -> Iterator[FlagWarning]:
     if setup.kv_cache_dtype.startswith(("fp8", "int8", "float8", "nvfp4", "turboquant")):
-        yield Pitfall(
+        yield FlagWarning(
             f"--kv-cache-dtype {setup.kv_cache_dtype}",
             "keys and values are rounded when they are stored: a hit reads rounded ones where the first computation "
             "may have used exact ones, so cached and cold answers differ more often",
             "use --kv-cache-dtype auto where answers must not depend on the cache, or accept it for twice the tokens",
         )
     if setup.scales_from_prompt:
-        yield Pitfall(
+        yield FlagWarning(
             "--calculate-kv-scales",
             "the scales of stored keys and values come from the first prompt that is run, so answers depend on which "
             "one that was",
             "use a checkpoint with scales, or leave the flag out",
         )
     if setup.hash_algo not in ("sha256", "sha256_cbor"):
-        yield Pitfall(
+        yield FlagWarning(
             f"--prefix-caching-hash-algo {setup.hash_algo}",
             "two prompts may be made to have the same hash: one tenant could be served from another's blocks",
             "use sha256",
         )
 
 
-def _memory(setup: Setup) -> Iterator[Pitfall]:
+def _memory(setup: ServerSettings) -> Iterator[FlagWarning]:
     pool, longest, together = setup.pool_tokens, setup.max_model_len, setup.max_num_seqs
     if pool is not None and longest is not None and pool < longest:
-        yield Pitfall(
+        yield FlagWarning(
             "--max-model-len",
             f"the cache holds {pool:,} tokens, {pool / longest:.2f} requests of the full {longest:,}: a long one does "
             "not fit, and evicts all prefixes on its way",
@@ -148,14 +148,14 @@ def _memory(setup: Setup) -> Iterator[Pitfall]:
             "--gpu-memory-utilization",
         )
     if pool is not None and together is not None and pool < FEW_TOKENS * together:
-        yield Pitfall(
+        yield FlagWarning(
             "--max-num-seqs",
             f"{together} sequences at once leave {pool // together} tokens of the cache for each: they preempt each "
             "other, and each preemption computes a prompt again",
             f"use --max-num-seqs {max(pool // FEW_TOKENS, 1)} or less",
         )
     if setup.gpu_memory_utilization is not None and setup.gpu_memory_utilization < SMALL_SHARE:
-        yield Pitfall(
+        yield FlagWarning(
             "--gpu-memory-utilization",
             f"{1 - setup.gpu_memory_utilization:.0%} of the GPU's memory stays unused; what is evicted for lack of "
             "blocks is computed again",
@@ -164,16 +164,16 @@ def _memory(setup: Setup) -> Iterator[Pitfall]:
         )
 
 
-def _sight(setup: Setup) -> Iterator[Pitfall]:
+def _sight(setup: ServerSettings) -> Iterator[FlagWarning]:
     if not setup.chunked_prefill:
-        yield Pitfall(
+        yield FlagWarning(
             "--no-enable-chunked-prefill",
             "a long prompt holds up all others until it is computed whole",
             "leave the flag out",
             breaks=False,
         )
     if not setup.reports_cached_tokens:
-        yield Pitfall(
+        yield FlagWarning(
             "--enable-prompt-tokens-details",
             "without it usage does not say how many tokens of a prompt were cached: nobody sees that reuse has stopped",
             "add the flag",

@@ -23,7 +23,7 @@ _CLOCKS = (
 
 
 @dataclass(frozen=True, slots=True)
-class Check:
+class TemplateCheck:
     """One thing tried. ``problem`` is empty where the template passes; ``before`` and ``after`` show where it fails.
 
     ``breaks`` False: worth knowing, but no turn stops extending the one before it for this.
@@ -53,7 +53,7 @@ _MENDS = {
 }
 
 
-def examine(template: ChatTemplate) -> list[Check]:
+def check_template(template: ChatTemplate) -> list[TemplateCheck]:
     """The date, two turns, thinking on and off, a tool round, reasoning, tools."""
     return [
         _date(template),
@@ -89,13 +89,13 @@ _SCHEMA = {
 }
 
 
-def _stop(name: str, first: str, second: str, problem: str) -> Check:
+def _stop(name: str, first: str, second: str, problem: str) -> TemplateCheck:
     """``first`` should be the beginning of ``second``."""
     shared = _common(first, second)
     if shared == len(first):
-        return Check(name)
+        return TemplateCheck(name)
     low = max(0, shared - _ROOM)
-    return Check(
+    return TemplateCheck(
         name,
         f"{problem}: they share {shared} of {len(first)} characters",
         first[low : shared + _ROOM],
@@ -108,9 +108,9 @@ def _common(first: str, second: str) -> int:
     return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(first, second, strict=False)))
 
 
-def _refused(name: str, error: InvalidRequest) -> Check:
+def _refused(name: str, error: InvalidRequest) -> TemplateCheck:
     """What a template refuses breaks no reuse."""
-    return Check(name, f"the template refuses this: {error.message}", breaks=False)
+    return TemplateCheck(name, f"the template refuses this: {error.message}", breaks=False)
 
 
 def _conversation(template: ChatTemplate) -> list[Message]:
@@ -122,7 +122,7 @@ def _conversation(template: ChatTemplate) -> list[Message]:
     return _CONVERSATION
 
 
-def _turns(template: ChatTemplate, name: str, kwargs: dict[str, Any]) -> Check:
+def _turns(template: ChatTemplate, name: str, kwargs: dict[str, Any]) -> TemplateCheck:
     messages = _conversation(template)
     try:
         first = template.render(messages[:-2], kwargs=kwargs)
@@ -132,7 +132,7 @@ def _turns(template: ChatTemplate, name: str, kwargs: dict[str, Any]) -> Check:
     # A model may write its own marks before the answer, so only the prompt itself is compared.
     check = _stop(name, first, second, "turn two does not extend turn one and its answer")
     if check.problem and _FIRST in first[: _common(first, second)]:
-        return Check(
+        return TemplateCheck(
             name,
             "what the template writes to begin the answer is not there when the answer is history: "
             "each turn computes the last answer again",
@@ -142,33 +142,33 @@ def _turns(template: ChatTemplate, name: str, kwargs: dict[str, Any]) -> Check:
     return check
 
 
-def _places(template: ChatTemplate) -> Check:
+def _places(template: ChatTemplate) -> TemplateCheck:
     name = _PLACE
     try:
         text = template.render(_CONVERSATION)
     except InvalidRequest as error:
         return _refused(name, error)
     if _SYSTEM not in text:
-        return Check(name, "the system text does not show")
+        return TemplateCheck(name, "the system text does not show")
     if text.index(_SYSTEM) > text.find(_FIRST) >= 0:
-        return Check(name, "the system text is moved to the last user message, so it moves with each turn")
-    return Check(name)
+        return TemplateCheck(name, "the system text is moved to the last user message, so it moves with each turn")
+    return TemplateCheck(name)
 
 
-def _tools(template: ChatTemplate) -> Check:
+def _tools(template: ChatTemplate) -> TemplateCheck:
     name = _TOOLS
     try:
         text = template.render(_conversation(template), tools=[_SCHEMA])
     except InvalidRequest as error:
         return _refused(name, error)
     if _TOOL not in text:
-        return Check(name, "the template drops tools: they do not show in the prompt", breaks=False)
+        return TemplateCheck(name, "the template drops tools: they do not show in the prompt", breaks=False)
     if text.index(_TOOL) > text.find(_FIRST) >= 0:
-        return Check(name, "tools are moved to the last user message, so they move with each turn")
-    return Check(name)
+        return TemplateCheck(name, "tools are moved to the last user message, so they move with each turn")
+    return TemplateCheck(name)
 
 
-def _tool_round(template: ChatTemplate, name: str, thought: str) -> Check:
+def _tool_round(template: ChatTemplate, name: str, thought: str) -> TemplateCheck:
     result = {"role": "tool", "tool_call_id": "call00001", "content": _RESULT}
     first = [_user(_FIRST), _assistant("", thought, calls=True), result]
     second = [*first, _assistant(_ANSWER), _user(_SECOND)]
@@ -183,7 +183,7 @@ def _tool_round(template: ChatTemplate, name: str, thought: str) -> Check:
     return _stop(name, shorter, longer, problem)
 
 
-def _reasoning(template: ChatTemplate) -> Check:
+def _reasoning(template: ChatTemplate) -> TemplateCheck:
     name = _REASONING
     turn = [_user(_FIRST), _assistant(_ANSWER, _THOUGHT)]
     try:
@@ -192,11 +192,13 @@ def _reasoning(template: ChatTemplate) -> Check:
     except InvalidRequest as error:
         return _refused(name, error)
     if _THOUGHT in last and _THOUGHT not in earlier:
-        return Check(name, "reasoning is dropped from earlier turns, so each turn computes the last answer again")
-    return Check(name)
+        return TemplateCheck(
+            name, "reasoning is dropped from earlier turns, so each turn computes the last answer again"
+        )
+    return TemplateCheck(name)
 
 
-def _arguments(template: ChatTemplate) -> Check:
+def _arguments(template: ChatTemplate) -> TemplateCheck:
     name = _ARGUMENTS_OF_CALLS
     result = {"role": "tool", "tool_call_id": "call00001", "content": _RESULT}
     try:
@@ -204,11 +206,11 @@ def _arguments(template: ChatTemplate) -> Check:
     except InvalidRequest as error:
         return _refused(name, error)
     if _ARGUMENTS in text:
-        return Check(name)
-    return Check(name, "arguments are written anew, not byte for byte as the model wrote them", breaks=False)
+        return TemplateCheck(name)
+    return TemplateCheck(name, "arguments are written anew, not byte for byte as the model wrote them", breaks=False)
 
 
-def _date(template: ChatTemplate) -> Check:
+def _date(template: ChatTemplate) -> TemplateCheck:
     """The same prompts in the morning, in the evening, on the next day, and years later."""
     messages = _conversation(template)
     prompts: tuple[tuple[str, list[Message], list[dict[str, Any]] | None], ...] = (
@@ -226,4 +228,4 @@ def _date(template: ChatTemplate) -> Check:
                     return check
         except InvalidRequest:
             continue  # the other checks say what it refuses
-    return Check(_THE_DATE)
+    return TemplateCheck(_THE_DATE)

@@ -21,8 +21,8 @@ from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp
 
-from anaphora.advice import template_checks
-from anaphora.advice.server_flags import Pitfall, Setup, pitfalls
+from anaphora.advice.server_flags import FlagWarning, ServerSettings, check_server_flags
+from anaphora.advice.template_checks import check_template
 from anaphora.config import EngineConfig, ServerConfig
 from anaphora.errors import AnaphoraError, ConfigError
 from anaphora.observe.log import describe_pool
@@ -138,7 +138,7 @@ async def _serve(
         client, text = starting.result(), loading.result()
         names = Names(config.model.served_model_name or (source.name,), source.name)
         service = Service(client, text, names, server_config, cache_settings(config, client))
-        for warning in (*client.info.warnings, *await asyncio.to_thread(_pitfalls, config, client.info, text)):
+        for warning in (*client.info.warnings, *await asyncio.to_thread(_flag_warnings, config, client.info, text)):
             logger.warning("%s", warning)
         logger.info("%s", describe_pool(client.info))
         gc.collect()
@@ -168,10 +168,10 @@ def _came(starting: asyncio.Task[EngineClient]) -> bool:
     return starting.done() and not starting.cancelled() and starting.exception() is None
 
 
-def _pitfalls(config: EngineConfig, info: EngineInfo, text: TextSide) -> list[Pitfall]:
-    """What of the settings and of the chat template breaks reuse or memory."""
-    checks = template_checks.examine(text.template) if text.template is not None else []
-    setup = Setup(
+def _flag_warnings(config: EngineConfig, info: EngineInfo, text: TextSide) -> list[FlagWarning]:
+    """Returns what in the settings and in the chat template breaks reuse or memory."""
+    checks = check_template(text.template) if text.template is not None else []
+    setup = ServerSettings(
         exact=True,
         prefix_caching=config.cache.enable_prefix_caching,
         block_size=info.model.block_size,
@@ -181,7 +181,7 @@ def _pitfalls(config: EngineConfig, info: EngineInfo, text: TextSide) -> list[Pi
         gpu_memory_utilization=config.cache.gpu_memory_utilization if info.model.device != "cpu" else None,
         template=tuple((check.problem, check.mend) for check in checks if check.problem and check.breaks),
     )
-    return pitfalls(setup)
+    return check_server_flags(setup)
 
 
 def _what_takes_time(source: Source) -> str:

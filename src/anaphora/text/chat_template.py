@@ -242,10 +242,11 @@ def default_template() -> str:
     return files("anaphora.text").joinpath("templates/chatml.jinja").read_text(encoding="utf-8")
 
 
-def read_template(given: str, special_tokens: dict[str, str]) -> ChatTemplate:
-    """The template that the setting --chat-template names: a file, or the template itself where it looks like one.
+def read_template(given: str, special_tokens: dict[str, str], named: str = "--chat-template") -> ChatTemplate:
+    """Loads a template from a file, or from ``given`` itself if it contains Jinja or a line break.
 
-    Raises ConfigError for what is neither, ModelError for what does not compile.
+    ``named`` says in messages where ``given`` comes from. Raises ConfigError for what is neither a readable file nor a
+    template, ModelError for what does not compile.
     """
     if "{{" in given or "{%" in given or "\n" in given:
         return ChatTemplate(given, special_tokens)
@@ -253,7 +254,7 @@ def read_template(given: str, special_tokens: dict[str, str]) -> ChatTemplate:
         source = Path(given).expanduser().read_text(encoding="utf-8")
     except (OSError, ValueError, RuntimeError) as error:
         raise ConfigError(
-            f"--chat-template {given!r:.200} is no readable file and no template: {error}", param="chat_template"
+            f"{named} {given!r:.200} is not a readable file and not a template: {error}", param="chat_template"
         ) from None
     return ChatTemplate(source, special_tokens)
 

@@ -10,12 +10,10 @@ from typing import Any
 
 import pytest
 
-from anaphora.advice.template_checks import examine
 from anaphora.tools.doctor.options import DoctorOptions
 from anaphora.tools.doctor.price.diagnose import Break, Diagnosis, diagnose
 from anaphora.tools.doctor.read.load_log import log_from_bodies
 from anaphora.tools.doctor.show.diagnosis_json import NO_GAIN, as_json
-from anaphora.tools.lint.template import load_template
 from anaphora.tools.shared.tokenizer_and_template import TokenizerAndTemplate, load_tokenizer_and_template
 from tests.tools.doctor import logs
 from tests.tools.doctor.logs import Body
@@ -247,38 +245,6 @@ def test_an_answer_that_comes_back_in_other_tokens(model: TokenizerAndTemplate) 
     assert [(b.finding.kind, b.status, b.finding.message) for b in found] == [("retokenised", "confirmed", 4)]
     assert found[0].finding.role == "assistant"
     assert found[0].tokens_lost == pytest.approx(lost, rel=0.15)
-
-
-def broken(name: str) -> dict[str, str]:
-    checks = examine(load_template(str(TEMPLATES / f"{name}.jinja")))
-    return {check.name: check.problem for check in checks if check.problem and check.breaks}
-
-
-@needs_templates
-@pytest.mark.parametrize(
-    ("name", "problems"),
-    [
-        ("HuggingFaceTB-SmolLM3-3B", {}),
-        ("deepseek-ai-DeepSeek-V3.1", {}),
-        ("mistralai-Mistral-Nemo-Instruct-2407", {"place of the system text": "moved to the last user message"}),
-        ("openai-gpt-oss-120b", {"the date": "today's date"}),
-        ("Qwen-Qwen3-0.6B", {"a user message after a tool round with reasoning": "reasoning is dropped"}),
-        ("Qwen3.5-4B", {"a user message after a tool round with reasoning": "reasoning is dropped"}),
-        ("GLM-4.7-Flash", {"a user message after a tool round with reasoning": "reasoning is dropped"}),
-    ],
-)
-def test_templates(name: str, problems: dict[str, str]) -> None:
-    found = broken(name)
-    assert bool(found) == bool(problems)
-    for check, words in problems.items():
-        assert words in found[check]
-    assert ("the date" in found) == (name == "openai-gpt-oss-120b")
-    assert ("place of the system text" in found) == name.startswith("mistralai")
-
-
-def test_our_own_template_passes() -> None:
-    source = Path(__file__).parents[3] / "src/anaphora/text/templates/chatml.jinja"
-    assert [check for check in examine(load_template(str(source))) if check.problem] == []
 
 
 def airline(count: int, change: Any = None) -> list[Body]:

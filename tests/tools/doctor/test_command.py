@@ -189,16 +189,6 @@ def test_explain(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "request_id" in shown
 
 
-def test_templates(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = tmp_path / "bad.jinja"
-    path.write_text("{{ strftime_now('%Y-%m-%d') }}{% for m in messages %}[{{ m.content }}]{% endfor %}")
-    assert run(DoctorOptions(template=str(path), json=str(tmp_path / "t.json"))) == 1
-    assert "today's date" in " ".join(capsys.readouterr().out.split())
-    checks = {check["check"]: check for check in json.loads((tmp_path / "t.json").read_text())}
-    assert not checks["the date"]["ok"]
-    assert checks["two turns"]["ok"]
-
-
 def test_an_empty_log_is_no_log(tmp_path: Path) -> None:
     (tmp_path / "log.jsonl").write_text("{}\n")
     with pytest.raises(ConfigError, match="line 1: it has neither messages nor a prompt"):

@@ -1,4 +1,4 @@
-"""A command line as typed: taken apart, unknown flags named, and what breaks reuse or memory told."""
+"""A command line is parsed as typed, unknown flags are named, and what breaks reuse or memory is reported."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from anaphora.errors import ConfigError
-from anaphora.tools.doctor import DoctorOptions, run
-from anaphora.tools.lint.command_line import read_command
+from anaphora.tools.lint import LintOptions, run
+from anaphora.tools.lint.command_line import parse_command_line
 from tests.support.tokenizers import write_tokenizer
 
 
@@ -42,20 +42,20 @@ from tests.support.tokenizers import write_tokenizer
     ],
 )
 def test_command_lines(command: str, engine: str, model: str | None, flags: dict[str, Any]) -> None:
-    typed = read_command(command)
-    assert (typed.engine, typed.model, typed.flags, typed.unknown) == (engine, model, flags, [])
+    parsed = parse_command_line(command)
+    assert (parsed.engine, parsed.model, parsed.flags, parsed.unknown) == (engine, model, flags, [])
 
 
 def test_unknown_flags_are_named_with_the_closest() -> None:
-    typed = read_command("vllm serve m --enable-prefix-cachin --nothing-like-it 3 --block-size 16")
-    assert "--enable-prefix-cachin (did you mean --enable-prefix-caching?)" in typed.unknown[0]
-    assert "--nothing-like-it" in typed.unknown[1]
-    assert typed.flags["--block-size"] == "16"
+    parsed = parse_command_line("vllm serve m --enable-prefix-cachin --nothing-like-it 3 --block-size 16")
+    assert "--enable-prefix-cachin (did you mean --enable-prefix-caching?)" in parsed.unknown[0]
+    assert "--nothing-like-it" in parsed.unknown[1]
+    assert parsed.flags["--block-size"] == "16"
 
 
 def examined(tmp_path: Path, command: str, **options: Any) -> tuple[int, dict[str, Any]]:
     path = tmp_path / "found.json"
-    code = run(DoctorOptions(serve_flags=command, json=str(path), **options))
+    code = run(LintOptions(command, json=str(path), **options))
     return code, json.loads(path.read_text())
 
 
@@ -94,7 +94,7 @@ def test_a_good_command_line_passes(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert "--config serve.yaml was not read" in found["notes"][0]
 
 
-def test_a_model_folder_says_its_template_window_and_size(tmp_path: Path) -> None:
+def test_a_model_folder_gives_template_context_length_and_kv_size(tmp_path: Path) -> None:
     folder = tmp_path / "model"
     folder.mkdir()
     write_tokenizer(folder, 300, "{% for m in messages %}{{ m.content }}{% endfor %}{{ strftime_now('%Y-%m-%d') }}")
@@ -109,7 +109,7 @@ def test_a_model_folder_says_its_template_window_and_size(tmp_path: Path) -> Non
     assert "--max-model-len" not in settings(found)
 
 
-def test_a_log_says_how_long_system_texts_are_and_who_scores_prompts(tmp_path: Path) -> None:
+def test_a_log_gives_the_length_of_system_texts_and_the_use_of_prompt_logprobs(tmp_path: Path) -> None:
     log = tmp_path / "log.jsonl"
     bodies = [
         {"messages": [{"role": "system", "content": "Be kind. " * 20}, {"role": "user", "content": f"{i}?"}]}
@@ -137,9 +137,9 @@ def test_a_log_says_how_long_system_texts_are_and_who_scores_prompts(tmp_path: P
         "--gpu-memory-utilization 0,9",
     ],
 )
-def test_what_cannot_be_read_is_refused(command: str) -> None:
-    with pytest.raises(ConfigError, match="serve-flags"):
-        run(DoctorOptions(serve_flags=command))
+def test_invalid_command_lines_are_refused(command: str) -> None:
+    with pytest.raises(ConfigError, match="the command line"):
+        run(LintOptions(command))
 
 
 @pytest.mark.parametrize(
@@ -156,7 +156,7 @@ def test_what_cannot_be_read_is_refused(command: str) -> None:
         ("llama-server -m x.gguf -fa on", None),
     ],
 )
-def test_reuse_that_another_server_or_an_old_version_turns_off(
+def test_caching_turned_off_by_another_server_or_an_old_version(
     tmp_path: Path, command: str, setting: str | None
 ) -> None:
     code, found = examined(tmp_path, command)

@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from anaphora.advice.server_flags import Setup, pitfalls
+from anaphora.advice.server_flags import ServerSettings, check_server_flags
 from anaphora.errors import ConfigError, InvalidRequest, NotFound
 from anaphora.server.api.protocol import Body, ChatPrefix, TextPrefix, parse
 from anaphora.server.cache_api.prefix_routes import keep
@@ -93,8 +93,9 @@ async def warm_up(service: Service, entries: list[Entry]) -> None:
         except (InvalidRequest, NotFound) as error:
             raise ConfigError(f"{entry.where}: {error.message}") from None
         tokens += sum(report.tokens for report in reports)
-        for pitfall in pitfalls(Setup(exact=True, block_size=block, system_tokens=min(r.tokens for r in reports))):
-            logger.warning("%s: %s", entry.where, pitfall)
+        settings = ServerSettings(exact=True, block_size=block, system_tokens=min(r.tokens for r in reports))
+        for warning in check_server_flags(settings):
+            logger.warning("%s: %s", entry.where, warning)
     logger.info(
         "warmed and pinned %d prefixes of %d tokens in %.1f s; %d of %d KV blocks are pinned",
         *(len(entries), tokens, time.monotonic() - began),

@@ -8,7 +8,7 @@ __all__ = ["DoctorOptions", "ExplainOptions", "explain", "run"]
 
 
 def run(options: DoctorOptions) -> int:
-    """Examine a log or a template; the exit code. Raises ConfigError for what cannot be read."""
+    """Examine a log or a running server; the exit code. Raises ConfigError for what cannot be read."""
     from anaphora.tools.doctor import command
 
     return command.main(options)

@@ -8,9 +8,7 @@ from pathlib import Path
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
-from rich.text import Text
 
-from anaphora.advice import template_checks
 from anaphora.errors import ConfigError
 from anaphora.tools.doctor.live import examine_server
 from anaphora.tools.doctor.options import DoctorOptions, ExplainOptions
@@ -20,13 +18,10 @@ from anaphora.tools.doctor.read.load_log import Log, load_log
 from anaphora.tools.doctor.show import diagnosis_terminal, fixed_log, prompt_starts
 from anaphora.tools.doctor.show.diagnosis_json import as_json
 from anaphora.tools.doctor.show.diagnosis_page import render_page
-from anaphora.tools.lint import command_line, template
 from anaphora.tools.shared.console import LogConsole
 from anaphora.tools.shared.money import read_token_prices
 from anaphora.tools.shared.output_file import write_json, write_text
 from anaphora.tools.shared.tokenizer_and_template import load_tokenizer_and_template
-
-_STYLES = {"good": "green", "breaks": "bold red", "note": "yellow"}
 
 
 def main(options: DoctorOptions) -> int:
@@ -39,10 +34,6 @@ def main(options: DoctorOptions) -> int:
             raise ConfigError(f"{name} is a folder: name a file")
     if options.is_server:
         return _server(options)
-    if options.serve_flags is not None:
-        return _serve_flags(options)
-    if options.template is not None:
-        return _template(options.template, options.json)
     prices = read_token_prices(options.prices) if options.prices else {}
     if options.heads:
         prompt_starts.show(_load(options, lambda *_: None), LogConsole())
@@ -80,47 +71,6 @@ def explain(options: ExplainOptions) -> int:
         options.first, options.second, load_tokenizer_and_template(options.model, options.chat_template), LogConsole()
     )
     return 0
-
-
-def _serve_flags(options: DoctorOptions) -> int:
-    """Examine a server's command line, with a log for what its prompts are like; 1 where something is wrong."""
-    console = LogConsole()
-    typed, found, notes = command_line.examine(
-        options, load_tokenizer_and_template(options.model, options.chat_template)
-    )
-    lines = [("breaks" if pitfall.breaks else "note", str(pitfall)) for pitfall in found]
-    lines += [("breaks", said) for said in typed.unknown]
-    lines += [("note", said) for said in notes]
-    console.print(f"{typed.engine}, flags: {len(typed.flags)}", highlight=False, markup=False)
-    for word, said in lines or [("good", "nothing that breaks reuse or memory")]:
-        console.print(Text(f"{word:8}", style=_STYLES[word]) + Text(said))
-    if options.json:
-        data = {
-            "engine": typed.engine,
-            "model": typed.model,
-            "flags": typed.flags,
-            "warnings": found,
-            "unknown": typed.unknown,
-            "notes": notes,
-        }
-        write_json(options.json, data)
-    return 1 if any(word == "breaks" for word, _ in lines) else 0
-
-
-def _template(name: str, json: str | None) -> int:
-    """Play a template; 1 where a turn does not extend the one before it."""
-    console = LogConsole()
-    checks = template_checks.examine(template.load_template(name))
-    for check in checks:
-        word = "good" if not check.problem else "breaks" if check.breaks else "note"
-        said = f"{check.name}: {check.problem}. Mend: {check.mend}" if check.problem else check.name
-        console.print(Text(f"{word:8}", style=_STYLES[word]) + Text(said))
-        for title, text in (("before", check.before), ("after", check.after)):
-            if text:
-                console.print(Text(f"          {title}: {text!r}", style="dim"))
-    if json:
-        write_json(json, list(template.as_json(checks)))
-    return 1 if any(check.problem and check.breaks for check in checks) else 0
 
 
 def _load(options: DoctorOptions, seen: Callable[[int], None]) -> Log:

@@ -27,14 +27,6 @@ class DoctorOptions:
     )
     heads: bool = option(False, "show the first 200 characters of the prompts, with what changes in them")
     fix: str | None = option(None, "write the log with the repairs to this file", metavar="OUT")
-    template: str | None = option(
-        None, "examine a chat template (a file, or a model folder) instead of a log", metavar="FILE|MODEL"
-    )
-    serve_flags: str | None = option(
-        None,
-        "examine a command line of vllm serve or anaphora serve, as typed, instead of a log or with one",
-        metavar="TEXT",
-    )
     prices: str | None = option(None, "JSON with money a million tokens: in, cached, out", metavar="FILE")
     per_day: int | None = option(None, "requests a day, for what a break costs a day", metavar="N")
     gpu_hour_price: float | None = option(None, "price of one machine for an hour", metavar="PRICE")
@@ -60,10 +52,8 @@ class DoctorOptions:
             raise ConfigError("the log and --baseline cannot both be standard input: give one of them as a file")
         if self.is_server:
             self._check_server()
-        if self.log is None and self.template is None and self.serve_flags is None:
-            raise ConfigError(
-                "name a log (- for standard input), a template by --template or a command line by --serve-flags"
-            )
+        if self.log is None:
+            raise ConfigError("name a log (- for standard input) or the address of a running server")
         if self.block_size < 1:
             raise ConfigError(f"--block-size must be at least 1, got {self.block_size}")
         for name in ("per_day", "gpu_hour_price", "prefill_rate", "cache_tokens"):
@@ -75,7 +65,7 @@ class DoctorOptions:
 
     def _check_server(self) -> None:
         for_logs = (
-            *("model", "chat_template", "cache_tokens", "heads", "fix", "template", "serve_flags", "prices", "per_day"),
+            *("model", "chat_template", "cache_tokens", "heads", "fix", "prices", "per_day"),
             "html",
         )
         for name in for_logs:

@@ -1,33 +1,31 @@
-"""``anaphora doctor --template``: which template is meant, and what was found as plain values."""
+"""Loads the chat template to check, and turns the result of the checks into plain values."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
 
-from anaphora.advice.template_checks import Check
+from anaphora.advice.template_checks import TemplateCheck
 from anaphora.errors import ConfigError
-from anaphora.text.chat_template import ChatTemplate
+from anaphora.text.chat_template import ChatTemplate, read_template
 from anaphora.text.tokenizer import Tokenizer
 
-_SPECIALS = {"bos_token": "<s>", "eos_token": "</s>"}
+_SPECIAL_TOKENS = {"bos_token": "<s>", "eos_token": "</s>"}
 
 
 def load_template(name: str) -> ChatTemplate:
-    """From a file with a template, or a model folder. Raises ConfigError or ModelError."""
+    """Loads a template from a file, a model folder, or its own text. Raises ConfigError or ModelError."""
     path = Path(name)
-    if path.is_dir():
-        template = Tokenizer.load(path).chat_template
-        if template is None:
-            raise ConfigError(f"--template: {name} has no chat template")
-        return template
-    try:
-        return ChatTemplate(path.read_text(encoding="utf-8"), _SPECIALS)
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"--template cannot read {name}: {error}") from None
+    if "\n" in name or not path.is_dir():
+        return read_template(name, _SPECIAL_TOKENS, "the chat template")
+    template = Tokenizer.load(path).chat_template
+    if template is None:
+        raise ConfigError(f"{name} has no chat template")
+    return template
 
 
-def as_json(checks: list[Check]) -> Iterator[dict[str, str | bool]]:
+def as_json(checks: list[TemplateCheck]) -> Iterator[dict[str, str | bool]]:
+    """Yields one object a check, as ``--json`` writes them."""
     for check in checks:
         yield {
             "check": check.name,
