@@ -6,6 +6,7 @@ import asyncio
 import io
 import json
 import statistics
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from rich.console import Console
 from anaphora.errors import AnaphoraError, ConfigError
 from anaphora.tools.bench import BenchOptions, run
 from anaphora.tools.bench.bars import UNKNOWN_LENGTH, Sending, bars
-from anaphora.tools.bench.client import Planned, Sample, Server, read_counters
+from anaphora.tools.bench.client import Planned, Sample, Server, read_counters, read_stream
 from anaphora.tools.bench.figures import (
     Load,
     Round,
@@ -28,7 +29,7 @@ from anaphora.tools.bench.figures import (
 )
 from anaphora.tools.bench.workloads import Session
 from tests.tools.bench.test_workloads import simulate
-from tests.tools.fake_server import MODEL, Fake, render, serving, words
+from tests.tools.fake_server import MODEL, Fake, event, render, serving, words
 
 SMALL = {"shared": 200, "own": 40, "out": 6, "requests": 6, "concurrency": 1, "rounds": 1, "seed": 1}
 CHAT = {"messages": [{"role": "user", "content": "How long does it take?"}]}
@@ -223,15 +224,47 @@ def test_when_all_fail_there_is_still_a_report(tmp_path: Path) -> None:
 
 
 def test_the_role_event_is_not_the_first_token() -> None:
-    sample = send(Fake(role_first_s=0.15, prefill_s=0.1, step_s=0.01), Planned(CHAT, out=5))
+    events: list[tuple[float, Any]] = [
+        (1.0, {"choices": [{"delta": {"role": "assistant", "content": ""}}]}),
+        (3.0, {"choices": [{"delta": {"content": "a"}}]}),
+        (4.5, {"choices": [{"delta": {"content": "b"}}, {"delta": {"content": "c"}}]}),
+        (6.0, {"choices": [{"delta": {"content": "d"}, "finish_reason": "length"}]}),
+        (9.0, {"choices": [], "usage": {"prompt_tokens": 7, "completion_tokens": 4}}),
+    ]
+    now = 0.0
+
+    async def chunks() -> AsyncIterator[bytes]:
+        nonlocal now
+        for time, content in events:
+            now = time
+            yield event(content).encode()
+        yield b"data: [DONE]\n\n"
+
+    sample, heard = Sample(Planned(CHAT, out=4), started=0.5), list[str]()
+    asyncio.run(read_stream(chunks(), sample, heard.append, clock=lambda: now))
     assert sample.error is None
-    first = ttft(sample)
-    assert first is not None
-    assert first >= 0.25
-    between = itl(sample)
-    assert between is not None
-    assert between == pytest.approx((sample.last - sample.first) / 4)
-    assert (sample.prompt_tokens, sample.output_tokens, sample.pieces) == (len(render(CHAT["messages"])), 5, 5)
+    assert ttft(sample) == 2.5
+    assert itl(sample) == 1.0
+    assert heard == ["a", "b", "c", "d"]
+    assert (sample.prompt_tokens, sample.output_tokens, sample.pieces) == (7, 4, 4)
+
+
+@pytest.mark.parametrize(
+    ("stream", "error"),
+    [
+        (b"data: nonsense\n\n", "what is not JSON: nonsense"),
+        (b'data: {"error": "full"}\n\n', "the server broke off: full"),
+        (b'data: {"choices": [{"text": "a", "finish_reason": "abort"}]}\n\n', "ended with abort"),
+        (b'data: {"choices": [{"text": "a"}]}\n\n', "without a finish reason"),
+    ],
+)
+def test_streams_that_fail_say_how(stream: bytes, error: str) -> None:
+    async def chunks() -> AsyncIterator[bytes]:
+        yield stream
+
+    sample = Sample(Planned(CHAT, out=4), started=0.0)
+    asyncio.run(read_stream(chunks(), sample, None))
+    assert error in (sample.error or "")
 
 
 @pytest.mark.parametrize("rounds", [1, 2])

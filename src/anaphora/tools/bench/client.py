@@ -13,6 +13,7 @@ import msgspec
 from anaphora.config import parse_server_url
 from anaphora.errors import AnaphoraError, ConfigError
 from anaphora.tools.shared.metrics_page import Growth, hits, parse
+from anaphora.tools.shared.sse import EventParser
 
 TIMEOUT = httpx.Timeout(30, read=900)
 _PREFILL = "vllm:request_prefill_time_seconds"
@@ -186,7 +187,7 @@ class Server:
         try:
             async with self._http.stream("POST", planned.path, json=body) as response:
                 if response.is_success:
-                    await _follow(_lines(response), sample, heard)
+                    await read_stream(response.aiter_bytes(), sample, heard)
                 else:
                     sample.error = (
                         f"HTTP {response.status_code}: {(await response.aread()).decode(errors='replace'):.300}"
@@ -214,50 +215,53 @@ def describe(error: Exception) -> str:
     return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
 
 
-async def _lines(response: httpx.Response) -> AsyncIterator[bytes]:
-    """Lines of a body as they come. ``aiter_lines`` looks for eight other ends of line too, character by character."""
-    rest = b""
-    async for data in response.aiter_bytes():
-        *lines, rest = (rest + data).split(b"\n")
-        for line in lines:
-            yield line
-    if rest:
-        yield rest
+async def read_stream(
+    chunks: AsyncIterator[bytes], sample: Sample, heard: Heard | None, clock: Callable[[], float] = time.perf_counter
+) -> None:
+    """Reads the server-sent events of one answer into ``sample``, and calls ``heard`` with each piece of its text.
 
-
-async def _follow(lines: AsyncIterator[bytes], sample: Sample, heard: Heard | None) -> None:
-    """Read server-sent events into ``sample``. The first token is the first event that carries content."""
+    The first token is the first event that carries content. Stops at an error.
+    """
+    parser = EventParser()
     ended = False
-    async for line in lines:
-        if not line.startswith(b"data:"):
-            continue
-        now = time.perf_counter()
-        data = line[5:].strip()
-        if data == b"[DONE]":
-            ended = True
-            continue
-        try:
-            event = msgspec.json.decode(data)
-        except msgspec.DecodeError:
-            sample.error = f"the server sent what is no JSON: {data.decode(errors='replace'):.100}"
+    async for chunk in chunks:
+        now = clock()
+        for data in parser.feed(chunk):
+            ended = _read_event(data, sample, heard, now) or ended
+        if sample.error:
             return
-        if event.get("error"):
-            sample.error = f"the server broke off: {event['error']!s:.300}"
-            return
-        _read_usage(event.get("usage"), sample)
-        for choice in event.get("choices") or ():
-            if content := _content(choice):
-                sample.first = sample.first or now
-                sample.last = now
-                sample.pieces += 1
-                if heard is not None:
-                    heard(content)
-            if choice.get("finish_reason") is not None:
-                ended, sample.last = True, now
-                if choice["finish_reason"] in ("error", "abort"):
-                    sample.error = f"the answer ended with {choice['finish_reason']}"
+    for data in parser.close():
+        ended = _read_event(data, sample, heard, clock()) or ended
     if not ended:
         sample.error = sample.error or "the stream ended without a finish reason"
+
+
+def _read_event(data: bytes, sample: Sample, heard: Heard | None, now: float) -> bool:
+    """Returns whether the answer ended with this event, which arrived at ``now``."""
+    if data == b"[DONE]":
+        return True
+    try:
+        event = msgspec.json.decode(data)
+    except msgspec.DecodeError:
+        sample.error = f"the server sent what is not JSON: {data.decode(errors='replace'):.100}"
+        return False
+    if event.get("error"):
+        sample.error = f"the server broke off: {event['error']!s:.300}"
+        return False
+    _read_usage(event.get("usage"), sample)
+    ended = False
+    for choice in event.get("choices") or ():
+        if content := _content(choice):
+            sample.first = sample.first or now
+            sample.last = now
+            sample.pieces += 1
+            if heard is not None:
+                heard(content)
+        if choice.get("finish_reason") is not None:
+            ended, sample.last = True, now
+            if choice["finish_reason"] in ("error", "abort"):
+                sample.error = f"the answer ended with {choice['finish_reason']}"
+    return ended
 
 
 def _content(choice: dict[str, Any]) -> str:

@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 
 from anaphora.tools.record.http1 import Head
+from anaphora.tools.shared.sse import EventParser
 
 KEPT_BYTES = 32 * 2**20
 """Of a body; a larger one passes without being read."""
@@ -79,6 +80,7 @@ class Answer:
         encoding = head.get(b"content-encoding").lower()
         self.readable = encoding in (b"", b"identity", b"gzip", b"deflate")
         self._inflate = zlib.decompressobj(zlib.MAX_WBITS | 32) if encoding in (b"gzip", b"deflate") else None
+        self._events = EventParser()
         self._kept = bytearray()
 
     def feed(self, data: bytes) -> None:
@@ -89,35 +91,31 @@ class Answer:
         except zlib.error:
             self._give_up()
             return
-        self._kept += data
-        if self.streamed and b"\n" in data:
-            self._events()
-        if len(self._kept) > KEPT_BYTES:
+        if self.streamed:
+            for event in self._events.feed(data):
+                self._take_event(event)
+        else:
+            self._kept += data
+        if self.size > KEPT_BYTES:
             self._give_up()
 
     @property
     def size(self) -> int:
-        return len(self._kept)
+        """Bytes that are kept until more of the body has come."""
+        return len(self._kept) + self._events.held_bytes
 
     def finish(self) -> Told:
-        """Read what is left, which may take long."""
-        if self.streamed:
-            self._kept += b"\n"
-            self._events()
-        elif self._kept:
+        """Reads what is left, which may take long."""
+        for event in self._events.close():
+            self._take_event(event)
+        if self._kept:
             self._take(bytes(self._kept))
         return self.told
 
-    def _events(self) -> None:
-        *lines, rest = self._kept.split(b"\n")
-        if not lines:
-            return
-        self._kept = bytearray(rest)
-        for line in lines:
-            if line.startswith(b"data:"):
-                event = self._take(bytes(line[5:]))
-                if self.first_token is None and has_token(event):
-                    self.first_token = time.monotonic()
+    def _take_event(self, data: bytes) -> None:
+        event = self._take(data)
+        if self.first_token is None and has_token(event):
+            self.first_token = time.monotonic()
 
     def _take(self, data: bytes) -> Any:
         try:
@@ -129,6 +127,7 @@ class Answer:
 
     def _give_up(self) -> None:
         self.readable = False
+        self._events = EventParser()
         self._kept.clear()
 
 
