@@ -12,8 +12,8 @@ from rich.console import Console
 from anaphora.errors import AnaphoraError
 from anaphora.tools.bench.client import Sample, Server
 from anaphora.tools.demo import SHAPE, bar, summary, tell
-from tests.tools.bench.test_workloads import simulate
 from tests.tools.fake_server import Fake, serving, words
+from tests.tools.shared.test_simulate import simulate
 
 
 def told(fake: Fake) -> tuple[list[Sample], str]:

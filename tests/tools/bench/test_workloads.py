@@ -11,12 +11,13 @@ import pytest
 
 from anaphora.errors import ConfigError
 from anaphora.tools.bench.client import Planned, Server
-from anaphora.tools.bench.lengths import block_hits, estimate, fit, reusable
+from anaphora.tools.bench.lengths import estimate, fit
 from anaphora.tools.bench.load import arrivals
 from anaphora.tools.bench.options import WORKLOADS, BenchOptions
 from anaphora.tools.bench.texts import Writer
 from anaphora.tools.bench.workloads import SHAPES, Maker, Session, deal, shape_of
 from tests.tools.fake_server import Fake, render, serving, words
+from tests.tools.shared.test_simulate import simulate
 
 
 @pytest.fixture(scope="module")
@@ -40,22 +41,6 @@ def make(url: str, requests: int, seed: str = "7/0", **options: object) -> list[
 
 def flat(sessions: list[Session]) -> list[Planned]:
     return [planned for session in sessions for planned in session.requests]
-
-
-def simulate(prompts: list[list[int]]) -> list[int]:
-    """Cached tokens of each prompt: sets of whole prefixes in steps of 16 tokens, as plain as can be."""
-    known: set[tuple[int, ...]] = set()
-    hits = []
-    for prompt in prompts:
-        prefixes = [tuple(prompt[:end]) for end in range(16, len(prompt) + 1, 16)]
-        length = 0
-        for prefix in prefixes:
-            if prefix not in known or len(prefix) == len(prompt):
-                break
-            length = len(prefix)
-        hits.append(length)
-        known.update(prefixes)
-    return hits
 
 
 @pytest.mark.parametrize("workload", [name for name in WORKLOADS if name in SHAPES])
@@ -173,24 +158,6 @@ def test_texts_have_no_open_slots_and_do_not_end() -> None:
         assert len(text.split()) == 6000
         assert "$" not in text
         assert "${" not in text
-
-
-def test_simulations_agree() -> None:
-    rng = random.Random(5)
-    prompts = [[rng.randrange(2) for _ in range(rng.choice([15, 16, 32, 40]))] for _ in range(30)]
-    prompts += [prompts[0] + [7] * 20, prompts[1] * 2, list(prompts[2])]
-    assert block_hits(prompts) == simulate(prompts)
-
-
-def test_reusable_is_the_longest_beginning_that_another_prompt_has() -> None:
-    rng = random.Random(6)
-    prompts = [[rng.randrange(2) for _ in range(rng.randint(1, 8))] for _ in range(40)]
-    expected = []
-    for index, prompt in enumerate(prompts):
-        others = [other for number, other in enumerate(prompts) if number != index]
-        lengths = [n for n in range(len(prompt) + 1) if any(o[:n] == prompt[:n] and len(o) >= n for o in others)]
-        expected.append(max(lengths))
-    assert reusable(prompts) == expected
 
 
 def test_open_loop_arrivals_have_the_rate_and_keep_bursts_together() -> None:

@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from anaphora.tools.bench.client import Counters, Sample
-from anaphora.tools.bench.lengths import block_hits, reusable
 from anaphora.tools.shared.money import machine_hours, monthly, rent
 from anaphora.tools.shared.percentiles import percentile
+from anaphora.tools.shared.simulate import full_block_hits, longest_shared_prefixes
 from anaphora.types.reports import is_hit
 
 Figures = dict[str, float | None]
@@ -114,7 +114,7 @@ def _hit_rates(seen: Round) -> Figures:
     }
     prompts = [sample.planned.tokens for sample in seen.good]
     if all(prompts):
-        hits = block_hits([tokens for tokens in prompts if tokens], BLOCK)
+        hits = full_block_hits([tokens for tokens in prompts if tokens], BLOCK)
         rates["hit_rate_possible"] = sum(hits) / sum(len(tokens) for tokens in prompts if tokens)
         rates["hit_rate_requests_possible"] = sum(hit > 0 for hit in hits) / len(hits)
     return rates
@@ -185,7 +185,7 @@ def warm_share(seen: Round) -> float:
     prompts = [sample.planned.tokens or () for sample in counted]
     excess = sum(
         max(0, (sample.cached_tokens or 0) - shared - BLOCK)
-        for sample, shared in zip(counted, reusable(prompts), strict=True)
+        for sample, shared in zip(counted, longest_shared_prefixes(prompts), strict=True)
     )
     return excess / max(1, sum(map(len, prompts)))
 

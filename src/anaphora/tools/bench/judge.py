@@ -15,7 +15,7 @@ from anaphora.tools.bench.figures import (
     token_hit_rate,
     warm_share,
 )
-from anaphora.tools.bench.lengths import block_hits, reusable
+from anaphora.tools.shared.simulate import full_block_hits, longest_shared_prefixes
 
 FOREIGN_SHARE = 0.02
 SHORT_OF_POSSIBLE = 0.1
@@ -60,13 +60,15 @@ def _missing_hits(name: str, rounds: Sequence[Round]) -> list[str]:
     if not all(all(tokens) for tokens in prompts) or not any(prompts):
         possible = math.nan
     else:
-        possible = sum(sum(block_hits(tokens, BLOCK)) for tokens in prompts) / sum(len(t) for p in prompts for t in p)
+        possible = sum(sum(full_block_hits(tokens, BLOCK)) for tokens in prompts) / sum(
+            len(t) for p in prompts for t in p
+        )
     rates = known([token_hit_rate(seen)[0] for seen in rounds])
     if not rates:
         return [f"{name} tells neither counters nor cached tokens, so its hit rate is unknown"]
     if max(rates) == 0:
         if possible == 0:
-            longest = max((shared for tokens in prompts for shared in reusable(tokens)), default=0)
+            longest = max((shared for tokens in prompts for shared in longest_shared_prefixes(tokens)), default=0)
             return [f"{name} hit nothing, and could not: the prompts share at most {longest} tokens"]
         return [
             f"{name} HIT NOTHING. The cache may be off, its block may be longer than the shared beginning, it may be "

@@ -65,38 +65,9 @@ async def _fill(text: str, wanted: int, tokens: int, count: Count) -> str:
     return text
 
 
-def common(first: Sequence[int], second: Sequence[int]) -> int:
-    """Length of the common beginning."""
+def common_prefix_length(first: Sequence[int], second: Sequence[int]) -> int:
+    """Returns the number of tokens that both begin with."""
     for index, (a, b) in enumerate(zip(first, second, strict=False)):
         if a != b:
             return index
     return min(len(first), len(second))
-
-
-def reusable(prompts: Sequence[Sequence[int]]) -> list[int]:
-    """For each prompt the longest beginning that any other prompt here has: more than that no cache can know."""
-    order = sorted(range(len(prompts)), key=lambda index: tuple(prompts[index]))
-    longest = [0] * len(prompts)
-    for one, other in itertools.pairwise(order):
-        same = common(prompts[one], prompts[other])
-        longest[one] = max(longest[one], same)
-        longest[other] = max(longest[other], same)
-    return longest
-
-
-def block_hits(prompts: Sequence[Sequence[int]], block: int = 16) -> list[int]:
-    """Tokens that an unlimited cache of full blocks finds for each prompt, in order, answers not cached.
-
-    At least the last token of a prompt is always computed, so a prompt never hits its own last block at its end.
-    """
-    known: set[int] = set()
-    hits = []
-    for prompt in prompts:
-        chain, found, missed = 0, 0, False
-        for start in range(0, len(prompt) - block + 1, block):
-            chain = hash((chain, tuple(prompt[start : start + block])))
-            missed = missed or chain not in known or start + block == len(prompt)
-            found += 0 if missed else block
-            known.add(chain)
-        hits.append(found)
-    return hits

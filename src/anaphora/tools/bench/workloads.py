@@ -13,7 +13,7 @@ from typing import Any
 
 from anaphora.errors import ConfigError
 from anaphora.tools.bench.client import Planned, Server
-from anaphora.tools.bench.lengths import common, estimate, fit
+from anaphora.tools.bench.lengths import common_prefix_length, estimate, fit
 from anaphora.tools.bench.options import BenchOptions
 from anaphora.tools.bench.texts import Writer, opening
 
@@ -136,7 +136,7 @@ class Maker:
             """Tokens that two prompts with this system text have in common, whatever their users write."""
             ends = [[_message("system", text), _message("user", end)] for end in ("A", "zebra")]
             first, second = [await self.server.tokenize({"messages": messages}) for messages in ends]
-            return common(first, second) if first and second else 8 + estimate(text)
+            return common_prefix_length(first, second) if first and second else 8 + estimate(text)
 
         return [_message("system", await fit(pieces, self.shape.shared, shared))]
 

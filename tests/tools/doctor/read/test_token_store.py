@@ -9,10 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from anaphora.cache.hashing import pack, unpack
+from anaphora.cache.hashing import unpack
 from anaphora.text.tokenizer import Tokenizer
 from anaphora.tools.doctor.read.token_store import TokenStore
-from anaphora.tools.shared.simulate import LimitedCache, UnlimitedCache
 from anaphora.tools.shared.tokenizer_and_template import load_tokenizer_and_template
 from tests.support import vocabularies
 
@@ -35,35 +34,6 @@ def test_joined_texts_are_one_text(texts: list[str]) -> None:
 def test_lines_are_parted_for_our_tokenizer() -> None:
     store = TokenStore(TOKENIZER)
     assert len(store.pieces(store.intern("one\ntwo\n\nthree\n4\n- five"))) == 4
-
-
-@pytest.mark.parametrize("seed", range(5))
-def test_the_unlimited_cache_finds_the_longest_beginning(seed: int) -> None:
-    rng = random.Random(seed)
-    cache, earlier = UnlimitedCache(), []
-    for number in range(60):
-        base = rng.choice(earlier)[: rng.randrange(400)] if earlier and rng.random() < 0.8 else []
-        tokens = [*base, *(rng.randrange(3) for _ in range(rng.randrange(1, 300)))]
-        best = max((_common(tokens, other) for other in earlier), default=0)
-        found = cache.look(pack(tokens), number)
-        assert found.tokens == best
-        if best:
-            assert _common(tokens, earlier[found.owner]) == best
-        earlier.append(tokens)
-
-
-def _common(a: list[int], b: list[int]) -> int:
-    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
-
-
-def test_a_limited_cache_forgets() -> None:
-    prompts = [pack([n] * 160 + list(range(160))) for n in range(8)]
-    small, large = LimitedCache(640), LimitedCache(4000)
-    for cache, hits in ((small, 0), (large, 319)):
-        for number, prompt in enumerate(prompts):
-            cache.look(prompt, number)
-        assert cache.look(prompts[0], 9) == hits
-    assert LimitedCache(64).look(prompts[0], 0) == 0
 
 
 @pytest.mark.parametrize("kind", vocabularies.KINDS)
