@@ -13,7 +13,7 @@ import torch
 from anaphora.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
 from anaphora.errors import ConfigError
 from anaphora.model import runner
-from anaphora.model.loader import sketch
+from anaphora.model.loader import estimate
 from anaphora.model.memory import check_card, check_dtype, check_length, choose_device, kv_cache_dtype, limit, size_pool
 from anaphora.model.runner import load
 from tests.support.checkpoints import save
@@ -162,9 +162,9 @@ def test_nothing_is_loaded_that_the_card_cannot_hold(
         load(EngineConfig(ModelConfig(model=str(folder))))
 
 
-def test_a_sketch_shows_what_the_weights_would(tmp_path: Path) -> None:
+def test_an_estimate_shows_what_the_weights_do(tmp_path: Path) -> None:
     folder = save(tmp_path, "qwen3", head_dim=16)
-    found, loaded = sketch(ModelConfig(model=str(folder)), CPU), load(EngineConfig(ModelConfig(model=str(folder))))
+    found, loaded = estimate(ModelConfig(model=str(folder)), CPU), load(EngineConfig(ModelConfig(model=str(folder))))
     assert found.weights_bytes == pytest.approx(loaded.info.weights_bytes, rel=1e-2)
     assert sum(layout.token_bytes(found.dtype) for layout in found.layouts) * 16 == loaded.info.bytes_per_block
 

@@ -20,7 +20,7 @@ from anaphora.config import EngineConfig, SchedulerConfig
 from anaphora.errors import StepFailed
 from anaphora.model.graphs import StepGraphs, bytes_needed
 from anaphora.model.inputs import StepInputs, flatten
-from anaphora.model.loader import LoadedModel, base_of, load_model, sketch
+from anaphora.model.loader import LoadedModel, estimate, load_model
 from anaphora.model.memory import (
     check_card,
     check_dtype,
@@ -31,6 +31,7 @@ from anaphora.model.memory import (
     limit,
     size_pool,
 )
+from anaphora.model.probe import base_of
 from anaphora.model.sampler import SampledTokens, Sampler
 from anaphora.types.batch import Batch, Chunk, Join, ModelInfo, StepOutput, TokenLogprobs
 from anaphora.types.sampling import SamplingParams
@@ -79,7 +80,7 @@ def _check_before_loading(config: EngineConfig, device: torch.device) -> None:
     from anaphora.attention.gpu import TritonAttention
 
     TritonAttention.check_block_size(config.cache.block_size)
-    found = sketch(config.model, device)
+    found = estimate(config.model, device)
     check_dtype(found.dtype, device)
     TritonAttention.check_layouts(found.layouts)
     kv_dtype = kv_cache_dtype(config.cache, found.dtype, device)
@@ -99,7 +100,7 @@ class ModelRunner:
         self.lookahead = 1 if device.type == "cuda" else 0
         self._model = loaded.model
         self._base = base_of(loaded.model)
-        self._arguments = loaded.arguments()
+        self._arguments = loaded.arguments
         self._device = device
         self._block_size = config.cache.block_size
         self._sampler = Sampler(loaded.vocab_size, config.scheduler.max_num_seqs, device, config.model.seed)

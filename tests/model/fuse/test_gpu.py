@@ -17,7 +17,7 @@ pytest.importorskip("triton", reason="the fused kernels need triton")
 from anaphora.attention.base import IMPLEMENTATION, LatentTap
 from anaphora.kernels.triton import norm_rope_silu
 from anaphora.model.fuse import gpu
-from anaphora.model.loader import _cache_keyword, base_of
+from anaphora.model.probe import base_of, forward_arguments
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 DTYPES = [torch.float32, torch.bfloat16] if DEVICE.type == "cuda" else [torch.float32]
@@ -54,7 +54,7 @@ def make(family: str, dtype: torch.dtype) -> tuple[Any, dict[str, Any]]:
     model = make_model(make_config(family)).to(DEVICE, dtype).requires_grad_(False)
     model.set_attn_implementation(IMPLEMENTATION)
     latent = getattr(model.config, "kv_lora_rank", None)
-    return model, {"use_cache": False} | ({_cache_keyword(model): LatentTap()} if latent else {})
+    return model, forward_arguments(model, LatentTap() if latent else None)
 
 
 def logits(model: Any, arguments: dict[str, Any], rows: int = 21) -> tuple[Tensor, Sees]:
