@@ -1,4 +1,4 @@
-"""EngineHost over a scripted engine, in this process; the process itself is tested through its client."""
+"""EngineHost over a scripted engine, in this process. test_client.py tests the engine process itself."""
 
 import subprocess
 import sys
@@ -23,12 +23,12 @@ INFO = EngineInfo(ModelInfo("m", "sha", 100, 64, 32, 16, 4096, "float32", "float
 
 @dataclass
 class ScriptedEngine:
-    """Gives each request one token in each of two steps; writes down what it is asked."""
+    """Gives each request one token in each of two steps; logs the calls that it gets."""
 
     info: EngineInfo = INFO
     running: dict[str, int] = field(default_factory=dict)
     log: list[str] = field(default_factory=list)
-    books_balance: bool = True
+    cache_is_sound: bool = True
 
     @property
     def has_work(self) -> bool:
@@ -63,12 +63,27 @@ class ScriptedEngine:
 
     def check(self) -> None:
         self.log.append("check")
-        if not self.books_balance:
+        if not self.cache_is_sound:
             raise CacheInvariantError("3 + 4 is not 8")
 
 
+class RecordingSocket:
+    """A socket that notes the time-out of each poll; None is a poll that ends only with a message."""
+
+    def __init__(self, socket: zmq.Socket[bytes]) -> None:
+        self._socket = socket
+        self.polls: list[int | None] = []
+
+    def poll(self, timeout: int | None = None) -> int:
+        self.polls.append(timeout)
+        return self._socket.poll(timeout)
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._socket, name)
+
+
 class Line:
-    """The client's end of the channel, and an engine behind the other end that runs until it is told to stop."""
+    """The client's end of the socket pair, and an engine at the other end that runs until it is told to stop."""
 
     def __init__(self) -> None:
         self.context = zmq.Context()
@@ -113,7 +128,7 @@ def failures(events: list[messages.Event]) -> list[tuple[int, str, str | None]]:
     return [(e.number, e.failure.code, e.failure.param) for e in events if isinstance(e, messages.Reply) and e.failure]
 
 
-def test_commands_reach_the_engine_in_their_order(line: Line) -> None:
+def test_commands_reach_the_engine_in_order(line: Line) -> None:
     events = line.run(add("a"), messages.Reset(), messages.FinishChoice("a", 0), messages.Abort("a"), messages.Reset())
     assert line.engine.log == ["finish a 0", "abort a"]
     assert [(e.number, e.value) for e in events if isinstance(e, messages.Reply)] == [(2, False), (5, True)]
@@ -146,14 +161,15 @@ def test_a_fault_in_one_message_hurts_no_other(line: Line, caplog: pytest.LogCap
 
 
 def test_a_failed_check_is_the_answer_to_check(line: Line) -> None:
-    line.engine.books_balance = False
+    line.engine.cache_is_sound = False
     assert failures(line.run(messages.Check())) == [(1, "cache_invariant", None)]
 
 
-def test_rest_after_work_reports_the_gauges_and_checks_once(line: Line, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(process, "REST_BEFORE_CHECK_MS", 1)
-    line.engine.books_balance = False
-    thread = threading.Thread(target=EngineHost(line.engine, line.theirs).run)  # type: ignore[arg-type]
+def test_an_idle_engine_reports_its_gauges_checks_once_and_sleeps(line: Line, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(process, "IDLE_BEFORE_CHECK_MS", 1)
+    line.engine.cache_is_sound = False
+    socket = RecordingSocket(line.theirs)
+    thread = threading.Thread(target=EngineHost(line.engine, socket).run)  # type: ignore[arg-type]
     thread.start()
     events = [line.receive()]
     line.ours.send(messages.encode(add("a")))
@@ -161,16 +177,20 @@ def test_rest_after_work_reports_the_gauges_and_checks_once(line: Line, monkeypa
         events.append(line.receive())
     line.ours.send(messages.encode(messages.Abort("nobody")))  # refused: no work, so nothing new to check
     events.append(line.receive())
-    assert not line.ours.poll(50)
+    line.ours.send(messages.encode(messages.Ping()))  # nor does this start a check
+    assert line.receive() == messages.Reply(3)
     line.ours.send(messages.encode(messages.Shutdown()))
     thread.join()
+    # Idle from the start, then the wait before the check, and once checked it sleeps until a message arrives.
+    assert socket.polls[:3] == [None, 1, None]
+    assert set(socket.polls[3:]) == {None}
     assert line.engine.log == ["step", "step", "check", "abort nobody"]
     steps = [(len(e.result.updates), e.result.stats.running) for e in events if isinstance(e, messages.Step)]
     assert steps == [(1, 1), (1, 0), (0, 0)]
     assert failures(events) == [(2, "internal_error", None)]
 
 
-def test_what_escapes_from_a_step_goes_through(line: Line, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_from_a_step_is_raised(line: Line, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ScriptedEngine, "step", lambda self: 1 / 0)
     line.ours.send(messages.encode(add("a")))
     with pytest.raises(ZeroDivisionError):
@@ -181,12 +201,12 @@ def test_what_escapes_from_a_step_goes_through(line: Line, monkeypatch: pytest.M
     ("path", "complaint"),
     [
         ("no_such_package.runner:load", "needs the module 'no_such_package'"),
-        ("anaphora.config:no_such_function", "names no function"),
-        ("anaphora.config", "names no function"),
-        ("", "names no function"),
+        ("anaphora.config:no_such_function", "not a function"),
+        ("anaphora.config", "not a function"),
+        ("", "not a function"),
     ],
 )
-def test_a_runner_that_is_not_there_is_refused_by_name(path: str, complaint: str) -> None:
+def test_an_unknown_runner_is_refused_by_name(path: str, complaint: str) -> None:
     with pytest.raises(ConfigError, match=complaint):
         load_runner(EngineConfig(runner=path))
 

@@ -1,4 +1,4 @@
-"""The engine process as a child of this one: started, listened to, and ended for certain."""
+"""Starts the engine process as a child of this one, relays its output and ends it."""
 
 from __future__ import annotations
 
@@ -12,23 +12,25 @@ import sys
 from anaphora.config import EngineConfig
 
 TAIL_LINES = 20
-# How long it may take to end after SIGTERM, before SIGKILL.
+"""Lines of output that are kept for error messages."""
 TERMINATE_S = 3.0
-# How long a process that ended by itself is given for its last output and message to arrive here.
-LAST_WORDS_S = 1.0
+"""Seconds between SIGTERM and SIGKILL."""
+FINAL_OUTPUT_S = 1.0
+"""Seconds in which the last output and message of an ended process may still arrive."""
 
 
 class EngineProcess:
-    """The child: its output goes to our standard error, and the last lines of it are kept for messages."""
+    """The child process. Its output goes to our standard error; the last lines are kept for error messages."""
 
     def __init__(self, process: asyncio.subprocess.Process) -> None:
         self._process = process
         self._tail = ""
-        self._relay = asyncio.create_task(self._pass_output())
+        self._relay = asyncio.create_task(self._relay_output())
 
     @classmethod
     async def spawn(cls, config: EngineConfig, endpoint: str) -> EngineProcess:
-        # -P: a file in the user's working directory that is named like a library must not take its place.
+        """Start the process; it connects to ``endpoint`` (a ZeroMQ address) and loads the model of ``config``."""
+        # -P: a file in the user's working directory must not be imported in place of a library.
         process = await asyncio.create_subprocess_exec(
             *(sys.executable, "-P", "-m", "anaphora.remote.process"),
             stdin=asyncio.subprocess.PIPE,
@@ -43,9 +45,10 @@ class EngineProcess:
 
     @property
     def pid(self) -> int:
+        """Process id."""
         return self._process.pid
 
-    async def _pass_output(self) -> None:
+    async def _relay_output(self) -> None:
         assert self._process.stdout is not None
         while data := await self._process.stdout.read(65536):
             text = data.decode(errors="replace")
@@ -54,21 +57,23 @@ class EngineProcess:
             sys.stderr.flush()
 
     def last_lines(self) -> str:
+        """Return the last lines of its output."""
         return self._tail.strip()
 
     async def exited(self) -> int:
-        """Wait for the end of the process and of its output; returns the exit code (negative: the signal)."""
+        """Wait until the process and its output have ended. Returns the exit code (negative: the signal)."""
         code = await self._process.wait()
-        with contextlib.suppress(TimeoutError):  # a child of the child could keep the output open
-            await asyncio.wait_for(asyncio.shield(self._relay), LAST_WORDS_S)
+        with contextlib.suppress(TimeoutError):  # a grandchild may keep the output open
+            await asyncio.wait_for(asyncio.shield(self._relay), FINAL_OUTPUT_S)
         return code
 
     def kill(self) -> None:
+        """Send SIGKILL."""
         with contextlib.suppress(ProcessLookupError):
             self._process.kill()
 
     async def stop(self, grace_s: float) -> None:
-        """End it for certain: wait ``grace_s``, then SIGTERM, then SIGKILL."""
+        """End the process: wait ``grace_s`` seconds, then send SIGTERM, then SIGKILL."""
         for force, patience_s in ((None, grace_s), (signal.SIGTERM, TERMINATE_S), (signal.SIGKILL, None)):
             if force is not None:
                 with contextlib.suppress(ProcessLookupError):

@@ -1,4 +1,4 @@
-"""The engine seen from an asyncio program: starts the engine process and speaks with it."""
+"""EngineClient: starts the engine process and talks to it from an asyncio program."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ import zmq.asyncio
 from anaphora.config import EngineConfig
 from anaphora.errors import AnaphoraError, ConfigError, EngineDead, InvalidRequest
 from anaphora.remote import messages
-from anaphora.remote.child import LAST_WORDS_S, EngineProcess
+from anaphora.remote.child import FINAL_OUTPUT_S, EngineProcess
 from anaphora.remote.watchdog import Watchdog
 from anaphora.types.outputs import EngineInfo, EngineStats, FinishReason, SequenceUpdate, StepResult
 from anaphora.types.reports import CacheReport, PinReport, Prefix, PrefixList
@@ -30,12 +30,12 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-# How long the process may take to end by itself: it finishes its step.
 SHUTDOWN_S = 5.0
+"""Seconds in which the process may finish its step and end by itself."""
 
 
 class _Stream:
-    """One request that runs: its unfinished choices and the updates that its reader has not taken yet."""
+    """A running request: its unfinished choices, and the updates that its reader has not taken yet."""
 
     def __init__(self, request: Request) -> None:
         self.number = 0
@@ -48,7 +48,7 @@ class _Stream:
         self._more.set()
 
     async def get(self) -> SequenceUpdate | AnaphoraError | None:
-        """The next item. A token passes here: this costs a third of an asyncio.Queue."""
+        """Return the next item. Every token passes here, and this takes a third of the time of an asyncio.Queue."""
         while not self._items:
             self._more.clear()
             await self._more.wait()
@@ -56,11 +56,11 @@ class _Stream:
 
 
 class EngineClient:
-    """An engine in a process of its own. Belongs to the event loop in which it was started.
+    """An engine in a process of its own. Used only in the event loop in which it was started.
 
     ``info`` and ``stats`` (the latest) come from the engine; ``on_step`` functions are called with each StepResult.
-    ``dead`` is the reason once the engine is gone, ``hung`` one while it hangs, ``cache_fault`` what the engine's idle
-    check complained about.
+    ``dead`` is the reason once the engine has ended, ``hung`` the reason while it hangs, and ``cache_fault`` the
+    violated invariants that the engine has found while idle; each is None while all is well.
     """
 
     info: EngineInfo
@@ -74,7 +74,7 @@ class EngineClient:
         self._streams: dict[str, _Stream] = {}
         self._calls: dict[int, asyncio.Future[Any]] = {}
         self._ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._last_words = asyncio.Event()
+        self._final_message = asyncio.Event()
         self._child: EngineProcess | None = None
         self._watchdog: Watchdog | None = None
         self._tasks: list[asyncio.Task[None]] = []
@@ -86,13 +86,13 @@ class EngineClient:
 
     @classmethod
     async def start(cls, config: EngineConfig) -> EngineClient:
-        """Start the process and wait until its model is loaded, however long that takes.
+        """Start the process and wait, without a limit, until its model is loaded.
 
-        Raises what stopped the engine there (ConfigError, ModelError), EngineDead if it ended without saying why.
+        Raises the error that stopped the engine (ConfigError, ModelError), or EngineDead if it sent none.
         """
         client = cls()
         try:
-            # Both ends hold the channel once the engine has spoken through it; then its file is not needed any more.
+            # Once the engine has sent a message, both ends are connected, and the socket's file is no longer needed.
             with tempfile.TemporaryDirectory(prefix="anaphora-") as folder:
                 endpoint = client._bind(Path(folder, "engine"))
                 client._child = await EngineProcess.spawn(config, endpoint)
@@ -114,13 +114,13 @@ class EngineClient:
             self._socket.bind(endpoint)
         except zmq.ZMQError as error:
             raise ConfigError(
-                f"the engine's socket cannot be made at {path}: {error.strerror}; "
-                "set TMPDIR to a folder with a short name that may be written to"
+                f"cannot create the engine's socket at {path}: {error.strerror}; "
+                "set TMPDIR to a writable folder with a short name"
             ) from error
         return endpoint
 
     async def close(self) -> None:
-        """End the engine process, by force if need be, and whatever waits for it. May be called again."""
+        """End the engine process, by force if necessary, and everything that waits for it. May be called again."""
         if self._closing is None:
             self._closing = asyncio.create_task(self._close())
         await asyncio.shield(self._closing)
@@ -143,11 +143,11 @@ class EngineClient:
 
     @property
     def hung(self) -> str | None:
-        """What is wrong while the engine neither answers nor computes; then nothing new is taken."""
-        return self._watchdog.complaint if self._watchdog is not None else None
+        """Why the engine counts as hung, or None. While it hangs, new requests and calls raise EngineDead."""
+        return self._watchdog.fault if self._watchdog is not None else None
 
     def fail(self, reason: str) -> None:
-        """End every request, and all that come, with EngineDead(reason); the engine itself is ended by ``close``."""
+        """End all requests, present and future, with EngineDead(reason). ``close`` ends the engine itself."""
         self._die(reason)
 
     def kill(self) -> None:
@@ -157,17 +157,17 @@ class EngineClient:
 
     @property
     def pid(self) -> int:
-        """Of the engine process."""
+        """Process id of the engine."""
         assert self._child is not None
         return self._child.pid
 
     # --- Requests -------------------------------------------------------------------------------------------------
 
     async def generate(self, request: Request) -> AsyncGenerator[SequenceUpdate, None]:
-        """Yields updates until all ``request.sampling.n`` choices have finished; leaving early aborts the request.
+        """Yield updates until all ``request.sampling.n`` choices have finished. Closing it early aborts the request.
 
-        Raises InvalidRequest (the engine's refusal, or an id that is running) and EngineDead. A failed step is an
-        update with ``error``.
+        Raises InvalidRequest if the engine refuses the request or its id is running, and EngineDead. A failed step
+        yields an update with ``error``.
         """
         stream = self._open(request)
         try:
@@ -187,7 +187,7 @@ class EngineClient:
                     self._send(messages.Abort(request.id))
 
     async def abort(self, request_id: str) -> None:
-        """End a running request: its reader gets an update with ``abort`` for each unfinished choice."""
+        """Abort a running request. Its reader gets an update with ``FinishReason.ABORT`` for each unfinished choice."""
         stream = self._streams.pop(request_id, None)
         if stream is None:
             return
@@ -197,40 +197,40 @@ class EngineClient:
         self._send(messages.Abort(request_id))
 
     async def finish_choice(self, request_id: str, choice: int) -> None:
-        """End one choice, since a stop string completed its text: its reader gets no more updates of it."""
+        """End one choice (its text contains a stop string). Its reader gets no more updates for it."""
         stream = self._streams.get(request_id)
         if stream is None or choice not in stream.choices:
             return
         stream.choices.remove(choice)
-        stream.put(None)  # wakes a reader that waits for this choice alone
+        stream.put(None)  # wakes a reader for which this was the last choice
         self._send(messages.FinishChoice(request_id, choice))
 
     async def reset_prefix_cache(self) -> bool:
-        """Empty the prefix cache; False, and nothing done, while requests use blocks."""
+        """Empty the prefix cache. Returns False, and does nothing, while requests use blocks."""
         return await self._call(messages.Reset(), bool)
 
     async def pin(self, prefixes: Sequence[Prefix]) -> tuple[PinReport, ...]:
-        """Keep beginnings of prompts, what is computed and what will be; all or (InvalidRequest) none of them."""
+        """Pin prefixes, computed or not. Raises InvalidRequest, and pins none, if one cannot be pinned."""
         return await self._call(messages.Pin(tuple(prefixes)), tuple[PinReport, ...])
 
     async def unpin(self, prefixes: Sequence[Prefix] = (), ids: Sequence[str] = ()) -> tuple[PinReport, ...]:
-        """Keep these no longer; NotFound, and nothing done, where one is not pinned."""
+        """Unpin prefixes, named by tokens or id. Raises NotFound, and unpins none, if one is not pinned."""
         return await self._call(messages.Unpin(tuple(prefixes), tuple(ids)), tuple[PinReport, ...])
 
     async def list_prefixes(self, cache_salt: str | None, limit: int) -> PrefixList:
-        """What prompts of a salt share, and what is pinned of it."""
+        """Return the ``limit`` prefixes under a salt whose reuse saves most, and its pins."""
         return await self._call(messages.ListPrefixes(cache_salt, limit), PrefixList)
 
     async def explain(self, request: Request) -> CacheReport:
-        """What the request's prompt would find in the cache now, and why not more. Raises the engine's refusal."""
+        """Return what the request's prompt would find in the cache now, and why not more. Raises InvalidRequest."""
         return await self._call(messages.Explain(request), CacheReport)
 
     async def check(self) -> None:
-        """Check the cache's books; raises CacheInvariantError where they do not balance."""
+        """Check the cache's invariants. Raises CacheInvariantError if one is violated."""
         await self._call(messages.Check(), type(None))
 
     def _open(self, request: Request) -> _Stream:
-        self._must_go_on()
+        self._require_working()
         if request.id in self._streams:
             raise InvalidRequest(f"a request with the id {request.id!r} is running", param="request_id")
         stream = _Stream(request)
@@ -239,8 +239,8 @@ class EngineClient:
         return stream
 
     async def _call(self, command: messages.Command, answer: type[T]) -> T:
-        """Send a command that a Reply answers; its value, of type ``answer``. Raises the engine's refusal."""
-        self._must_go_on()
+        """Send a command and return the value of its Reply, of type ``answer``. Raises the error that it contains."""
+        self._require_working()
         number = self._send(command)
         self._calls[number] = reply = asyncio.get_running_loop().create_future()
         return msgspec.convert(await reply, answer)
@@ -248,12 +248,12 @@ class EngineClient:
     async def _ping(self) -> None:
         await self._call(messages.Ping(), type(None))
 
-    def _must_go_on(self) -> None:
+    def _require_working(self) -> None:
         if self.hung is not None:
             raise EngineDead(self.hung)
 
     def _send(self, command: messages.Command) -> int:
-        """Returns the number of the message; raises EngineDead. Never waits: the channel has no limit."""
+        """Send a message without waiting (the queue is unlimited) and return its number. Raises EngineDead."""
         if self.dead is not None:
             raise EngineDead(self.dead)
         self._socket.send(messages.encode(command))
@@ -267,9 +267,9 @@ class EngineClient:
             data = await self._socket.recv()
             try:
                 self._handle(messages.decode_event(data))
-            except Exception as error:  # whatever it is, nobody may wait for ever
-                logger.exception("a message from the engine could not be taken")
-                self._die(f"a message from the engine could not be taken: {error}")
+            except Exception as error:  # without this, requests would wait forever
+                logger.exception("cannot handle a message from the engine")
+                self._die(f"cannot handle a message from the engine: {error}")
 
     def _handle(self, event: messages.Event) -> None:
         match event:
@@ -285,10 +285,10 @@ class EngineClient:
                 self.cache_fault = failure.message
             case messages.StartFailed(failure):
                 self._ready.set_exception(failure.error())
-                self._last_words.set()
+                self._final_message.set()
             case messages.Dead(reason):
                 self._die(reason)
-                self._last_words.set()
+                self._final_message.set()
 
     def _deliver(self, step: messages.Step) -> None:
         self.stats = step.result.stats
@@ -299,7 +299,7 @@ class EngineClient:
                 logger.exception("a function in on_step failed")
         for update in step.result.updates:
             stream = self._streams.get(update.request_id)
-            # A step from before the request was added speaks of an earlier one with the same id.
+            # A step from before the request was added is about an earlier request with the same id.
             if stream is not None and stream.number <= step.handled:
                 stream.put(update)
 
@@ -307,7 +307,7 @@ class EngineClient:
         error = None if reply.failure is None else reply.failure.error()
         if (call := self._calls.pop(reply.number, None)) is not None:
             if call.done():
-                return  # its caller has left: what it would have heard is nobody's business
+                return  # its caller was cancelled
             if error is None:
                 call.set_result(reply.value)
             else:
@@ -325,14 +325,14 @@ class EngineClient:
         code = await child.exited()
         if code >= 0:
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._last_words.wait(), LAST_WORDS_S)
+                await asyncio.wait_for(self._final_message.wait(), FINAL_OUTPUT_S)
         how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
         if not self._ready.done():
             self._die(f"the engine process {how} before it was ready. Its last lines:\n{child.last_lines()}")
         self._die(f"the engine process {how}")
 
     def _die(self, reason: str) -> None:
-        """Tell everybody who waits, once; the first reason stays."""
+        """Raise EngineDead in everything that waits. The first reason is kept."""
         if self.dead is not None:
             return
         self.dead = reason

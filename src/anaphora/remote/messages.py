@@ -1,7 +1,7 @@
-"""What passes between a client and the engine process: tagged MessagePack, checked against these types when read.
+"""Messages between EngineClient and the engine process: tagged MessagePack, validated against these types.
 
-Nothing here can name code to run. The client's messages carry no number on the wire: both sides count them (the
-channel keeps their order), so that even an answer to an unreadable message says which one it answers.
+No message can name code to run. The client's messages are numbered from 1, but not on the wire: both sides count them
+(the socket keeps their order), so that even the Reply to an unreadable message has its number.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ class _Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=True
 
 
 class Add(_Message, frozen=True):
-    """Answered by updates in Step, or by a Reply with an error where the engine refuses the request."""
+    """Answered by updates in Step, or by a Reply with an error if the engine refuses the request."""
 
     request: Request
 
 
 class Abort(_Message, frozen=True):
-    """Not answered; a request that is not there is ignored."""
+    """Not answered. An unknown request is ignored."""
 
     request_id: str
 
 
 class FinishChoice(_Message, frozen=True):
-    """Not answered; ends one choice whose text is complete."""
+    """Ends one choice whose text is complete. Not answered."""
 
     request_id: str
     choice: int
@@ -48,7 +48,7 @@ class Reset(_Message, frozen=True):
 
 
 class Pin(_Message, frozen=True):
-    """Answered by a Reply with a PinReport for each."""
+    """Answered by a Reply with a PinReport for each prefix."""
 
     prefixes: tuple[Prefix, ...]
 
@@ -68,21 +68,21 @@ class ListPrefixes(_Message, frozen=True):
 
 
 class Explain(_Message, frozen=True):
-    """Answered by a Reply with the CacheReport that the request would have now; nothing is computed."""
+    """Answered by a Reply with the CacheReport that the request would get now. Nothing is computed."""
 
     request: Request
 
 
 class Check(_Message, frozen=True):
-    """Answered by a Reply, with an error where the cache's books do not balance."""
+    """Checks the cache's invariants. Answered by a Reply, with an error if one is violated."""
 
 
 class Ping(_Message, frozen=True):
-    """Answered by a Reply after the step that the engine is in."""
+    """Answered by a Reply after the current step."""
 
 
 class Shutdown(_Message, frozen=True):
-    """The process ends after the step that it is in."""
+    """Ends the process after the current step."""
 
 
 Command = Add | Abort | FinishChoice | Reset | Explain | Pin | Unpin | ListPrefixes | Check | Ping | Shutdown
@@ -92,7 +92,7 @@ Command = Add | Abort | FinishChoice | Reset | Explain | Pin | Unpin | ListPrefi
 
 
 class Failure(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """An error as values; ``code`` is the code of its class in anaphora.errors."""
+    """An AnaphoraError in a message; ``code`` is the code of its class."""
 
     code: str
     message: str
@@ -100,28 +100,30 @@ class Failure(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @classmethod
     def of(cls, error: AnaphoraError) -> Failure:
+        """Return the message form of an error."""
         return cls(error.code, error.message, error.param)
 
     def error(self) -> AnaphoraError:
+        """Return the error, of its own class."""
         return _BY_CODE.get(self.code, AnaphoraError)(self.message, param=self.param)
 
 
 class Ready(_Message, frozen=True):
-    """The model is loaded; commands are taken from now on."""
+    """The model is loaded. Sent once, before all other events."""
 
     info: EngineInfo
     stats: EngineStats
 
 
 class Step(_Message, frozen=True):
-    """What one step did. ``handled`` is how many of the client's messages had been taken before it."""
+    """The results of one step. ``handled`` is the number of the last message that the engine took before it."""
 
     handled: int
     result: StepResult
 
 
 class Reply(_Message, frozen=True):
-    """The answer to the client's message ``number`` (from 1). The type of ``value`` follows from that message."""
+    """The answer to the client's message ``number``. The type of ``value`` depends on that message."""
 
     number: int
     value: Any = None
@@ -129,13 +131,13 @@ class Reply(_Message, frozen=True):
 
 
 class CheckFailed(_Message, frozen=True):
-    """The check of the resting engine failed; it goes on."""
+    """The check of the idle engine's cache failed. The engine continues."""
 
     failure: Failure
 
 
 class StartFailed(_Message, frozen=True):
-    """The engine could not be made; the process is ending."""
+    """The engine could not be loaded. The process is ending."""
 
     failure: Failure
 
@@ -152,20 +154,20 @@ Event = Ready | Step | Reply | CheckFailed | StartFailed | Dead
 # --- Bytes --------------------------------------------------------------------------------------------------------
 
 
-def _tree(cls: type[AnaphoraError]) -> Iterator[type[AnaphoraError]]:
+def _with_subclasses(cls: type[AnaphoraError]) -> Iterator[type[AnaphoraError]]:
     yield cls
     for child in cls.__subclasses__():
-        yield from _tree(child)
+        yield from _with_subclasses(child)
 
 
-_BY_CODE = {cls.code: cls for cls in _tree(AnaphoraError)}
+_BY_CODE = {cls.code: cls for cls in _with_subclasses(AnaphoraError)}
 _ENCODER = msgspec.msgpack.Encoder()
 _COMMANDS: msgspec.msgpack.Decoder[Command] = msgspec.msgpack.Decoder(Command)
 _EVENTS: msgspec.msgpack.Decoder[Event] = msgspec.msgpack.Decoder(Event)
 
 
 def encode(message: Command | Event) -> bytes:
-    """Raises InvalidRequest for what has no place in a message: integers beyond 64 bits, text with lone surrogates."""
+    """Return a message as bytes. Raises InvalidRequest for integers beyond 64 bits and text with lone surrogates."""
     try:
         return _ENCODER.encode(message)
     except (OverflowError, TypeError, ValueError) as error:
@@ -173,13 +175,13 @@ def encode(message: Command | Event) -> bytes:
 
 
 def decode_command(data: bytes) -> Command:
-    """Raises InvalidRequest for bytes that are no command, naming the place."""
+    """Return the command in these bytes. Raises InvalidRequest, naming the field, if there is none."""
     try:
         return _COMMANDS.decode(data)
     except msgspec.MsgspecError as error:
-        raise InvalidRequest(f"the engine refuses a message that it cannot read: {error}") from error
+        raise InvalidRequest(f"the engine refuses a message that it cannot decode: {error}") from error
 
 
 def decode_event(data: bytes) -> Event:
-    """Raises msgspec.DecodeError for bytes that are no event."""
+    """Return the event in these bytes. Raises msgspec.DecodeError if there is none."""
     return _EVENTS.decode(data)

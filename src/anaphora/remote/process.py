@@ -1,7 +1,7 @@
 """The engine in a process of its own: ``python -m anaphora.remote.process``, started by EngineClient.
 
-Its first input line is JSON: ``endpoint`` (a ZeroMQ address, which it connects to) and ``config`` (EngineConfig as a
-dictionary). The rest of its input stays empty; when it ends, so does the process, since its parent is gone then.
+Its first input line is JSON with ``endpoint`` (the ZeroMQ address to connect to) and ``config`` (EngineConfig as a
+dictionary). The parent writes nothing more; when the input ends, the parent is gone, and the process ends too.
 """
 
 from __future__ import annotations
@@ -31,45 +31,45 @@ from anaphora.types.outputs import StepResult
 
 logger = logging.getLogger("anaphora.engine")
 
-# The idle check walks the whole pool, so it waits until no request follows at once.
-REST_BEFORE_CHECK_MS = 500
-# How long the last message may take to leave the process.
+IDLE_BEFORE_CHECK_MS = 500
+"""Idle time before the cache is checked. The check visits every block, so it should not delay a request."""
 LINGER_MS = 2000
+"""Time in which the last message may leave the process."""
 PR_SET_PDEATHSIG, PR_SET_NAME = 1, 15
 
 
 class EngineHost:
-    """Drives an engine by the messages of one socket until it is told to stop."""
+    """Runs an engine: takes messages from one socket between steps, and sends results back."""
 
     def __init__(self, engine: Engine, socket: zmq.Socket[bytes]) -> None:
         self._engine = engine
         self._socket = socket
         self._handled = 0
-        self._rested = True
+        self._idle_reported = True
         self._stopping = False
 
     def run(self) -> None:
-        """Returns after Shutdown; whatever escapes from a step goes through."""
+        """Run until Shutdown. Raises what a step raises."""
         self._send(messages.Ready(self._engine.info, self._engine.stats()))
         while not self._stopping:
             if self._engine.has_work:
-                self._rested = False
+                self._idle_reported = False
                 self._report(self._engine.step())
             else:
-                self._rest()
+                self._wait()
             self._take_messages()
 
-    def _rest(self) -> None:
-        """Sleep until a message is there. After work: report the gauges, and check the cache's books once."""
-        if not self._rested:
-            self._rested = True
+    def _wait(self) -> None:
+        """Block until a message arrives. After work, first report the gauges and check the cache, once."""
+        if not self._idle_reported:
+            self._idle_reported = True
             self._report(StepResult((), self._engine.stats()))
-            if self._socket.poll(REST_BEFORE_CHECK_MS):
+            if self._socket.poll(IDLE_BEFORE_CHECK_MS):
                 return
             try:
                 self._engine.check()
             except CacheInvariantError as error:
-                logger.error("the check of the resting engine failed: %s", error)
+                logger.error("the cache check of the idle engine failed: %s", error)
                 self._send(messages.CheckFailed(messages.Failure.of(error)))
         self._socket.poll()
 
@@ -85,7 +85,7 @@ class EngineHost:
             except AnaphoraError as error:
                 self._refuse(error)
             except Exception as error:
-                logger.exception("a message to the engine failed")
+                logger.exception("a command failed")
                 self._refuse(AnaphoraError(f"the engine failed: {describe(error)}"))
 
     def _handle(self, command: messages.Command) -> None:
@@ -97,11 +97,11 @@ class EngineHost:
             case messages.FinishChoice(request_id, choice):
                 self._engine.finish_choice(request_id, choice)
             case messages.Reset():
-                self._changed(self._engine.reset_prefix_cache())
+                self._reply_changed(self._engine.reset_prefix_cache())
             case messages.Pin(prefixes):
-                self._changed(self._engine.pin(prefixes))
+                self._reply_changed(self._engine.pin(prefixes))
             case messages.Unpin(prefixes, ids):
-                self._changed(self._engine.prefixes.unpin(prefixes, ids))
+                self._reply_changed(self._engine.prefixes.unpin(prefixes, ids))
             case messages.ListPrefixes(cache_salt, limit):
                 self._reply(self._engine.prefixes.list(cache_salt, limit))
             case messages.Explain(request):
@@ -114,15 +114,15 @@ class EngineHost:
                 return
             case messages.Shutdown():
                 self._stopping = True
-        self._rested = False
+        self._idle_reported = False
 
-    def _changed(self, value: Any) -> None:
-        """Answer a message that has changed the cache, after the gauges that show it."""
+    def _reply_changed(self, value: Any) -> None:
+        """Reply to a message that has changed the cache, after sending the gauges that show the change."""
         self._report(StepResult((), self._engine.stats()))
         self._reply(value)
 
     def _reply(self, value: Any = None) -> None:
-        """Answer the message that was taken last."""
+        """Answer the message that is being handled."""
         self._send(messages.Reply(self._handled, value))
 
     def _refuse(self, error: AnaphoraError) -> None:
@@ -136,26 +136,27 @@ class EngineHost:
 
 
 def describe(error: BaseException) -> str:
+    """Return an error's class and message for users."""
     return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
 
 
 def load_runner(config: EngineConfig) -> Runner:
-    """The Runner that ``config.runner`` ("module:function") makes. ConfigError where there is no such function."""
+    """Return the Runner that ``config.runner`` ("module:function") makes. Raises ConfigError if it does not exist."""
     module, _, name = config.runner.partition(":")
     try:
         load: Callable[[EngineConfig], Runner] = getattr(importlib.import_module(module), name)
     except ModuleNotFoundError as error:
         raise ConfigError(
             f"the engine ({config.runner}) needs the module {error.name!r}, which is not installed; "
-            "pip install '.[serve]' in Anaphora's folder brings it"
+            "run pip install '.[serve]' in Anaphora's folder"
         ) from error
     except (AttributeError, ValueError) as error:
-        raise ConfigError(f"{config.runner!r} names no function that makes a runner: {error}") from error
+        raise ConfigError(f"{config.runner!r} is not a function that makes a runner: {error}") from error
     return load(config)
 
 
 def build(settings: dict[str, Any]) -> Engine:
-    """Load and freeze: what is there after loading is never looked at again by the garbage collector."""
+    """Return the engine, loaded. Its objects are frozen, so that the garbage collector never visits them again."""
     config = from_dict(EngineConfig, settings)
     engine = Engine(config, load_runner(config))
     gc.collect()
@@ -164,7 +165,7 @@ def build(settings: dict[str, Any]) -> Engine:
 
 
 def serve(settings: dict[str, Any], socket: zmq.Socket[bytes]) -> int:
-    """Build the engine and drive it; returns the exit code. Every way to end but Shutdown sends its reason first."""
+    """Build the engine and run it; return the exit code. Sends the reason first, unless it ends by Shutdown."""
     try:
         engine = build(settings)
     except AnaphoraError as error:
@@ -175,7 +176,7 @@ def serve(settings: dict[str, Any], socket: zmq.Socket[bytes]) -> int:
     try:
         EngineHost(engine, socket).run()
     except SystemExit:
-        socket.send(messages.encode(messages.Dead("the engine process was told to end (SIGTERM)")))
+        socket.send(messages.encode(messages.Dead("the engine process received SIGTERM")))
     except Exception as error:
         logger.exception("the engine failed")
         socket.send(messages.encode(messages.Dead(f"the engine failed: {describe(error)}")))
@@ -189,7 +190,7 @@ def _start_failed(socket: zmq.Socket[bytes], error: AnaphoraError) -> int:
 
 
 def _follow_parent() -> None:
-    """End with the parent, kill -9 included: the kernel's signal on Linux, elsewhere the end of our input."""
+    """End with the parent, even if it is killed: by a signal of the kernel on Linux, else when our input ends."""
     if sys.platform == "linux":
         prctl = ctypes.CDLL(None).prctl
         prctl(PR_SET_NAME, b"anaphora-engine", 0, 0, 0)
@@ -208,7 +209,8 @@ def _terminate(_signal: int, _frame: FrameType | None) -> NoReturn:
 
 
 def main() -> int:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the server, which then ends this process
+    """Read the start line, connect, and serve until the end; return the exit code."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is handled by the server, which then ends this process
     signal.signal(signal.SIGTERM, _terminate)
     faulthandler.enable()
     logging.basicConfig(stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
@@ -227,7 +229,7 @@ def main() -> int:
             socket.connect(endpoint)
             return serve(settings, socket)
     finally:
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # it ends already, and no exit handler is to be torn
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # it is ending already; do not interrupt the exit handlers
 
 
 if __name__ == "__main__":

@@ -1,10 +1,11 @@
-"""Whether the engine process still goes on: it answers between its steps, and within one its CPU time grows."""
+"""Detects an engine process that hangs: it neither answers a ping nor uses CPU time."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable
+from functools import partial
 
 import psutil
 
@@ -12,71 +13,94 @@ from anaphora.errors import EngineDead
 
 logger = logging.getLogger(__name__)
 
-LOOK_S = 10.0
-"""Seconds between two questions, and between two looks while one is not answered."""
-SILENT_LOOKS = 3
-"""So many looks in a row without an answer and without work: the process hangs (it was stopped, or waits for ever)."""
-LONGEST_STEP_S = 1800.0
-"""A step that computes for longer than this hangs too. A prefill step of a large model on a CPU takes minutes."""
-IDLE_SHARE = 0.01
-"""Of one core: below it a process does not compute."""
+CHECK_INTERVAL_S = 10.0
+"""Seconds between two pings, and between two checks while a ping is not answered."""
+MAX_IDLE_CHECKS = 3
+"""After this many checks in a row without an answer and without CPU time, the process hangs: stopped, or deadlocked."""
+MAX_STEP_S = 1800.0
+"""A step that takes longer hangs too, even if it computes. On a CPU, prefill of a large model takes minutes."""
+MIN_CPU_SHARE = 0.01
+"""Share of one core below which a process counts as not computing."""
 
 
 class Watchdog:
-    """Asks ``ping`` for ever; ``complaint`` says what is wrong while the engine hangs, and is None once it goes on.
+    """Pings the engine process ``pid`` again and again. ``fault`` says what is wrong while it hangs, else it is None.
 
-    Looks are counted, not seconds since the last answer: a machine that slept proves nothing.
+    Checks are counted, not seconds since the last answer: a machine that was suspended is no fault of the engine.
+    ``cpu_seconds`` returns the CPU time that the process has used (by default measured with psutil, children
+    included); it raises psutil.Error once the process has ended. ``sleep`` waits for a number of seconds.
     """
 
-    def __init__(self, pid: int, ping: Callable[[], Awaitable[object]]) -> None:
-        self.complaint: str | None = None
+    def __init__(
+        self,
+        pid: int,
+        ping: Callable[[], Awaitable[object]],
+        *,
+        cpu_seconds: Callable[[], float] | None = None,
+        sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
+    ) -> None:
+        self.fault: str | None = None
         self._pid = pid
         self._ping = ping
+        self._measure = cpu_seconds
+        self._sleep = sleep
 
     async def run(self) -> None:
-        """Ends with the engine process."""
+        """Watch until the engine process ends."""
         try:
-            process = psutil.Process(self._pid)
+            cpu_seconds = self._measure or partial(process_cpu_seconds, psutil.Process(self._pid))
             while True:
-                await asyncio.sleep(LOOK_S)
+                await self._sleep(CHECK_INTERVAL_S)
                 answer = asyncio.ensure_future(self._ping())
                 try:
-                    await self._wait_for(answer, process)
+                    await self._wait_for(answer, cpu_seconds)
                 finally:
                     answer.cancel()
-                self._goes_on()
+                self._clear_fault()
         except (EngineDead, psutil.Error):
-            return  # who watches the process itself tells of its end
+            return  # whoever waits for the process itself reports its end
 
-    async def _wait_for(self, answer: asyncio.Future[object], process: psutil.Process) -> None:
-        looks = silent = 0
-        spent = _cpu_seconds(process)
-        while not (await asyncio.wait((answer,), timeout=LOOK_S))[0]:
-            looks += 1
-            before, spent = spent, _cpu_seconds(process)
-            # A child that has ended takes its seconds along: that is a change too.
-            silent = silent + 1 if abs(spent - before) < IDLE_SHARE * LOOK_S else 0
-            if silent >= SILENT_LOOKS:
-                self._complain(f"it has neither answered nor computed for {silent * LOOK_S:.0f} s")
-            elif looks * LOOK_S > LONGEST_STEP_S:
-                self._complain(f"it has been in one step for {looks * LOOK_S:.0f} s")
+    async def _wait_for(self, answer: asyncio.Future[object], cpu_seconds: Callable[[], float]) -> None:
+        checks = idle = 0
+        now = cpu_seconds()
+        while not await self._answered(answer):
+            checks += 1
+            before, now = now, cpu_seconds()
+            # The time of a child that has ended is gone from the sum, so a decrease is a sign of life too.
+            idle = idle + 1 if abs(now - before) < MIN_CPU_SHARE * CHECK_INTERVAL_S else 0
+            if idle >= MAX_IDLE_CHECKS:
+                self._set_fault(f"it has neither answered nor computed for {idle * CHECK_INTERVAL_S:.0f} s")
+            elif checks * CHECK_INTERVAL_S > MAX_STEP_S:
+                self._set_fault(f"it has been in one step for {checks * CHECK_INTERVAL_S:.0f} s")
             else:
-                self._goes_on()
+                self._clear_fault()
         answer.result()
 
-    def _complain(self, what: str) -> None:
-        if self.complaint is None:
+    async def _answered(self, answer: asyncio.Future[object]) -> bool:
+        """Wait for the answer, at most for one interval; return whether it has come."""
+        pause = asyncio.ensure_future(self._sleep(CHECK_INTERVAL_S))
+        try:
+            await asyncio.wait((answer, pause), return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            pause.cancel()
+        return answer.done()
+
+    def _set_fault(self, what: str) -> None:
+        if self.fault is None:
             logger.error("the engine process (%d) hangs: %s", self._pid, what)
-        self.complaint = f"the engine process hangs: {what}"
+        self.fault = f"the engine process hangs: {what}"
 
-    def _goes_on(self) -> None:
-        if self.complaint is not None:
-            logger.warning("the engine process goes on")
-            self.complaint = None
+    def _clear_fault(self) -> None:
+        if self.fault is not None:
+            logger.warning("the engine process (%d) works again", self._pid)
+            self.fault = None
 
 
-def _cpu_seconds(process: psutil.Process) -> float:
-    """Of the process and those that it waits for: compilers run in processes of their own."""
+def process_cpu_seconds(process: psutil.Process) -> float:
+    """Return the CPU time used by a process and its children (compilers run as children).
+
+    Raises psutil.NoSuchProcess once the process has ended.
+    """
     total = 0.0
     for member in (process, *process.children(recursive=True)):
         try:
