@@ -15,7 +15,7 @@ from anaphora import cli
 from anaphora.advice import vllm_flags
 from anaphora.observe.metrics import Metrics
 from anaphora.observe.record import RequestRecord
-from anaphora.server.api.routes import routes
+from anaphora.server.routes import routes
 from anaphora.tools.bench.options import WORKLOADS
 from anaphora.types.batch import ModelInfo
 from anaphora.types.outputs import EngineInfo

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.servers import Bench, scripted
+from tests.support.servers import ScriptedServer, scripted
 
 
 @pytest.fixture
@@ -14,6 +14,6 @@ def anyio_backend() -> str:
 
 
 @pytest.fixture
-async def bench(tmp_path: Path) -> AsyncIterator[Bench]:
-    async with scripted(tmp_path / "model") as bench:
-        yield bench
+async def server(tmp_path: Path) -> AsyncIterator[ScriptedServer]:
+    async with scripted(tmp_path / "model") as server:
+        yield server

@@ -22,7 +22,7 @@ from anaphora.config import EngineConfig, ModelConfig, ServerConfig, from_dict
 from anaphora.errors import EngineDead
 from anaphora.remote.client import EngineClient
 from anaphora.server.app import build_app, load_text, serve
-from anaphora.server.service import Names, Service
+from anaphora.server.service import ModelNames, Service
 from anaphora.types.batch import ModelInfo, TokenLogprobs
 from anaphora.types.outputs import EngineInfo, EngineStats, FinishReason, PromptDone, SequenceUpdate, StepResult
 from anaphora.types.reports import CacheReport
@@ -131,7 +131,7 @@ def tiny_info(max_model_len: int = 512) -> EngineInfo:
 
 
 @dataclass
-class Bench:
+class ScriptedServer:
     """The application over a scripted engine, and a client of it."""
 
     engine: ScriptedEngine
@@ -141,25 +141,27 @@ class Bench:
 
 
 @contextlib.asynccontextmanager
-async def scripted(folder: Path, reply: str = "Hello, world", **server: object) -> AsyncIterator[Bench]:
+async def scripted(folder: Path, reply: str = "Hello, world", **server: object) -> AsyncIterator[ScriptedServer]:
     """``server`` are fields of ServerConfig."""
     config = EngineConfig()
     folder.mkdir(parents=True, exist_ok=True)
     eos = write_tokenizer(folder, VOCAB, CHATML)
     text = load_text(folder, config)
     engine = ScriptedEngine(tuple(text.tokenizer.encode(reply, add_special_tokens=False)), tiny_info(), eos)
-    service = Service(engine, text, Names((MODEL, "alias"), "org/tiny"), ServerConfig(**server), {"block_size": "16"})  # type: ignore[arg-type]
+    service = Service(
+        engine, text, ModelNames((MODEL, "alias"), "org/tiny"), ServerConfig(**server), {"block_size": "16"}
+    )  # type: ignore[arg-type]
     app = build_app(service)
     transport = httpx.ASGITransport(app, raise_app_exceptions=False)
     try:
         async with httpx.AsyncClient(transport=transport, base_url="http://server") as client:
-            yield Bench(engine, service, app, client)
+            yield ScriptedServer(engine, service, app, client)
     finally:
         service.close()
 
 
 @dataclass
-class Whole:
+class EngineServer:
     """The application over a real engine process with a fake runner, and a client of it."""
 
     engine: EngineClient
@@ -168,17 +170,19 @@ class Whole:
 
 
 @contextlib.asynccontextmanager
-async def whole(folder: Path, max_model_len: int, runner: str = FAKE, **server: object) -> AsyncIterator[Whole]:
+async def engine_server(
+    folder: Path, max_model_len: int, runner: str = FAKE, **server: object
+) -> AsyncIterator[EngineServer]:
     """``server`` are fields of ServerConfig. Ends with the check of the cache's books."""
     folder.mkdir(parents=True, exist_ok=True)
     write_tokenizer(folder, 1000, CHATML)
     config = EngineConfig(ModelConfig(max_model_len=max_model_len), runner=runner)
     engine = await EngineClient.start(config)
-    service = Service(engine, load_text(folder, config), Names((MODEL,), MODEL), ServerConfig(**server), {})  # type: ignore[arg-type]
+    service = Service(engine, load_text(folder, config), ModelNames((MODEL,), MODEL), ServerConfig(**server), {})  # type: ignore[arg-type]
     try:
         transport = httpx.ASGITransport(build_app(service), raise_app_exceptions=False)
         async with httpx.AsyncClient(transport=transport, base_url="http://server") as client:
-            yield Whole(engine, service, client)
+            yield EngineServer(engine, service, client)
         await engine.check()
     finally:
         service.close()

@@ -1,11 +1,10 @@
-"""The server process: builds the application, starts the engine, serves until a signal ends it."""
+"""The server process: starts the engine, builds the application, and serves until a signal."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import dataclasses
-import errno
 import gc
 import logging
 import os
@@ -28,11 +27,12 @@ from anaphora.errors import AnaphoraError, ConfigError
 from anaphora.observe.log import describe_pool
 from anaphora.observe.record import open_log
 from anaphora.remote.client import EngineClient
-from anaphora.server.api.routes import on_crash, on_error, on_http_error, routes
-from anaphora.server.cache_api.warm import Entry, read_warm_file, warm_up
-from anaphora.server.http.asgi import KeyGuard, Straight
-from anaphora.server.http.lifetime import Ending, Server
-from anaphora.server.service import Names, Service, TextSide
+from anaphora.server.cache_api.warm_file import WarmEntry, read_warm_file, warm_up
+from anaphora.server.http.asgi import ApiKeyMiddleware, DirectSendMiddleware
+from anaphora.server.http.uvicorn_server import HttpServer, Shutdown
+from anaphora.server.listening import bind
+from anaphora.server.routes import on_crash, on_error, on_http_error, routes
+from anaphora.server.service import ModelNames, Service, TextComponents
 from anaphora.text.chat_template import read_template
 from anaphora.text.generation_config import load_defaults
 from anaphora.text.tokenizer import Tokenizer
@@ -44,7 +44,7 @@ STILL_LOADING_S = 30
 
 
 class Source(Protocol):
-    """A resolved model (model.source.ModelSource)."""
+    """A resolved model (checkpoint.resolve.ModelSource)."""
 
     @property
     def folder(self) -> Path: ...
@@ -53,26 +53,26 @@ class Source(Protocol):
 
 
 def build_app(service: Service) -> ASGIApp:
-    """The ASGI application over a service; closing the service is the caller's part."""
+    """Returns the ASGI application over a service. The caller closes the service."""
     app = Starlette(
         routes=routes(service),
         exception_handlers={AnaphoraError: on_error, HTTPException: on_http_error, Exception: on_crash},
     )
     keys = service.config.api_key
-    return Straight(KeyGuard(app, keys, app.routes) if keys else app)
+    return DirectSendMiddleware(ApiKeyMiddleware(app, keys, app.routes) if keys else app)
 
 
-def load_text(folder: Path, config: EngineConfig) -> TextSide:
-    """Tokenizer, chat template and sampling defaults of a model folder."""
+def load_text(folder: Path, config: EngineConfig) -> TextComponents:
+    """Loads tokenizer, chat template and sampling defaults of a model folder. Raises ConfigError or ModelError."""
     tokenizer = Tokenizer.load(folder)
     template = tokenizer.chat_template
     if config.model.chat_template is not None:
         template = read_template(config.model.chat_template, tokenizer.special_tokens)
-    return TextSide(tokenizer, template, load_defaults(folder, config.model.generation_config, tokenizer))
+    return TextComponents(tokenizer, template, load_defaults(folder, config.model.generation_config, tokenizer))
 
 
 def cache_settings(config: EngineConfig, client: EngineClient) -> dict[str, str]:
-    """The labels of vllm:cache_config_info."""
+    """Returns the labels of the metric vllm:cache_config_info."""
     model, cache = client.info.model, config.cache
     return {
         "block_size": str(model.block_size),
@@ -86,19 +86,22 @@ def cache_settings(config: EngineConfig, client: EngineClient) -> dict[str, str]
 
 
 def serve(engine_config: EngineConfig, server_config: ServerConfig, source: Source) -> int:
-    """Serve the model until SIGINT or SIGTERM; returns the exit code.
+    """Serves the model until SIGINT or SIGTERM; returns the exit code.
 
-    A taken port, a log that cannot be written or a --warm file that cannot be read is told at once, before the model is
-    loaded (ConfigError). Requests that run at the end get ``shutdown_timeout`` seconds; a second signal cuts that short
-    and kills the engine process, which ends with the server in every case.
+    At shutdown, running requests have ``shutdown_timeout`` seconds; a second signal ends them at once and kills the
+    engine process.
+
+    Raises:
+        ConfigError: before the model is loaded, for a port in use, a log that cannot be written, or a --warm file that
+            cannot be read; later, for a model or prefix that cannot be served.
     """
     _configure_logging()
     if server_config.record is not None:
         open_log(Path(server_config.record)).close()
     prefixes = read_warm_file(server_config.warm) if server_config.warm is not None else []
     if prefixes and not engine_config.cache.enable_prefix_caching:
-        raise ConfigError("--warm needs prefix caching; leave --no-enable-prefix-caching out")
-    listeners = _bind(server_config.host, server_config.port)
+        raise ConfigError("--warm needs prefix caching; remove --no-enable-prefix-caching")
+    listeners = bind(server_config.host, server_config.port)
     model = dataclasses.replace(engine_config.model, model=str(source.folder))
     config = dataclasses.replace(engine_config, model=model)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner, contextlib.ExitStack() as closing:
@@ -113,63 +116,65 @@ async def _serve(
     server_config: ServerConfig,
     source: Source,
     listeners: list[socket.socket],
-    prefixes: list[Entry],
+    prefixes: list[WarmEntry],
 ) -> None:
     began = time.monotonic()
-    ending = Ending()
-    told = asyncio.create_task(ending.told.wait())
-    logger.info("loading %s", _what_takes_time(source))
+    shutdown = Shutdown()
+    shutdown_requested = asyncio.create_task(shutdown.requested.wait())
+    logger.info("loading %s", _describe_loading(source))
     starting = asyncio.create_task(EngineClient.start(config))
     loading = asyncio.create_task(asyncio.to_thread(load_text, source.folder, config))
-    patience = asyncio.create_task(_say_that_it_takes_long(source.name))
+    reminder = asyncio.create_task(_log_still_loading(source.name))
 
     def on_signal(number: int) -> None:
-        ending.signal(number)
-        if ending.at_once.is_set() and _came(starting):
+        shutdown.signal(number)
+        if shutdown.forced.is_set() and _succeeded(starting):
             starting.result().kill()
 
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, on_signal, number)
     try:
-        if not await _before(asyncio.gather(starting, loading), told):
-            logger.info("%s: ended before the engine was ready", ending.why)
+        if not await _completes_before(asyncio.gather(starting, loading), shutdown_requested):
+            logger.info("%s: ended before the engine was ready", shutdown.signal_name)
             return
-        patience.cancel()
+        reminder.cancel()
         client, text = starting.result(), loading.result()
-        names = Names(config.model.served_model_name or (source.name,), source.name)
+        names = ModelNames(config.model.served_model_name or (source.name,), source.name)
         service = Service(client, text, names, server_config, cache_settings(config, client))
         for warning in (*client.info.warnings, *await asyncio.to_thread(_flag_warnings, config, client.info, text)):
             logger.warning("%s", warning)
         logger.info("%s", describe_pool(client.info))
         gc.collect()
-        gc.freeze()  # what is there now stays; the collector need not look at it again
-        server = Server(
+        gc.freeze()  # what exists now lives as long as the process: the collector need not visit it again
+        server = HttpServer(
             build_app(service),
-            ending,
+            shutdown,
             server_config.shutdown_timeout,
             client.fail,
             lambda: _announce(names.served, listeners[0], began),
         )
         try:
-            if prefixes and not await _before(asyncio.create_task(warm_up(service, prefixes)), told):
-                logger.info("%s: ended before the prefixes of --warm were computed", ending.why)
+            if prefixes and not await _completes_before(
+                asyncio.create_task(warm_up(service, prefixes)), shutdown_requested
+            ):
+                logger.info("%s: ended before the prefixes of --warm were computed", shutdown.signal_name)
                 return
             await server.serve(sockets=listeners)
         finally:
             service.close()
     finally:
-        told.cancel()
-        patience.cancel()
+        shutdown_requested.cancel()
+        reminder.cancel()
         await _close(starting)
         logger.info("ended")
 
 
-def _came(starting: asyncio.Task[EngineClient]) -> bool:
+def _succeeded(starting: asyncio.Task[EngineClient]) -> bool:
     return starting.done() and not starting.cancelled() and starting.exception() is None
 
 
-def _flag_warnings(config: EngineConfig, info: EngineInfo, text: TextSide) -> list[FlagWarning]:
-    """Returns what in the settings and in the chat template breaks reuse or memory."""
+def _flag_warnings(config: EngineConfig, info: EngineInfo, text: TextComponents) -> list[FlagWarning]:
+    """Returns the settings, and parts of the chat template, that prevent reuse or waste memory."""
     checks = check_template(text.template) if text.template is not None else []
     setup = ServerSettings(
         exact=True,
@@ -184,13 +189,13 @@ def _flag_warnings(config: EngineConfig, info: EngineInfo, text: TextSide) -> li
     return check_server_flags(setup)
 
 
-def _what_takes_time(source: Source) -> str:
+def _describe_loading(source: Source) -> str:
     size = sum(file.stat().st_size for file in source.folder.glob("*.safetensors"))
     weights = f"{size / 2**30:.2f} GiB of weights" if size else "the weights"
     return f"{source.name} from {source.folder}: {weights}, then the cache and a first step"
 
 
-async def _say_that_it_takes_long(name: str) -> None:
+async def _log_still_loading(name: str) -> None:
     waited = 0
     while True:
         await asyncio.sleep(STILL_LOADING_S)
@@ -198,9 +203,9 @@ async def _say_that_it_takes_long(name: str) -> None:
         logger.info("still loading %s, for %d s", name, waited)
 
 
-async def _before(work: asyncio.Future[Any], end: asyncio.Task[bool]) -> bool:
-    """Whether ``work`` came to its end before ``end`` did; raises what it raised."""
-    await asyncio.wait((work, end), return_when=asyncio.FIRST_COMPLETED)
+async def _completes_before(work: asyncio.Future[Any], other: asyncio.Task[bool]) -> bool:
+    """Returns whether ``work`` completes before ``other``, and cancels it if not. Raises what ``work`` raises."""
+    await asyncio.wait((work, other), return_when=asyncio.FIRST_COMPLETED)
     if not work.done():
         work.cancel()
         return False
@@ -222,37 +227,8 @@ def _announce(names: tuple[str, ...], listener: socket.socket, began: float) -> 
     )
 
 
-def _bind(host: str, port: int) -> list[socket.socket]:
-    """One socket for each address of ``host``; an address that this machine lacks is left out."""
-    bound: list[socket.socket] = []
-    try:
-        for family, kind, protocol, _, address in socket.getaddrinfo(
-            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        ):
-            taken = bound[0].getsockname()[1] if bound else port
-            listener = socket.socket(family, kind, protocol)
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            if family == socket.AF_INET6:
-                listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
-            try:
-                listener.bind((address[0], taken, *address[2:]))
-            except OSError as error:
-                listener.close()
-                if error.errno != errno.EADDRNOTAVAIL:
-                    raise
-            else:
-                bound.append(listener)
-    except (OSError, OverflowError) as error:
-        for listener in bound:
-            listener.close()
-        raise ConfigError(f"cannot listen on --host {host} --port {port}: {error}") from None
-    if not bound:
-        raise ConfigError(f"cannot listen on --host {host}: it is no address of this machine")
-    return bound
-
-
 def _configure_logging() -> None:
-    """To standard error; ANAPHORA_LOGGING_LEVEL (DEBUG, INFO, WARNING …) says how much. ConfigError if it is none."""
+    """Logs to standard error at the level of ANAPHORA_LOGGING_LEVEL. Raises ConfigError if that is not a level."""
     wanted, levels = os.environ.get("ANAPHORA_LOGGING_LEVEL", "INFO").upper(), logging.getLevelNamesMapping()
     if wanted not in levels:
         raise ConfigError(f"ANAPHORA_LOGGING_LEVEL must be one of {', '.join(levels)}, got {wanted!r}")

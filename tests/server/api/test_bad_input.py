@@ -10,16 +10,15 @@ import msgspec
 import pytest
 
 from anaphora.errors import InvalidRequest
+from anaphora.server.api.body_parsing import REFUSED, parse
 from anaphora.server.api.protocol import (
-    REFUSED,
     Body,
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
     TokenizeRequest,
-    parse,
 )
-from tests.support.servers import Bench
+from tests.support.servers import ScriptedServer
 
 pytestmark = pytest.mark.anyio
 
@@ -36,17 +35,17 @@ def text(**fields: Any) -> dict[str, Any]:
     return {"prompt": "hi", **fields}
 
 
-async def refused(bench: Bench, path: str, body: Any, status: int = 400) -> dict[str, Any]:
+async def refused(server: ScriptedServer, path: str, body: Any, status: int = 400) -> dict[str, Any]:
     content = body if isinstance(body, (str, bytes)) else json.dumps(body)
-    response = await bench.client.post(path, content=content)
+    response = await server.client.post(path, content=content)
     assert response.status_code == status, response.text
     error = response.json()["error"]
     assert set(error) == {"message", "type", "param", "code"}
     assert error["message"]
     assert error["code"] == status
-    following = await bench.client.post(TEXT, json=text())
+    following = await server.client.post(TEXT, json=text())
     assert following.status_code == 200
-    assert not bench.engine.running
+    assert not server.engine.running
     return error
 
 
@@ -135,8 +134,8 @@ async def refused(bench: Bench, path: str, body: Any, status: int = 400) -> dict
     ],
     ids=lambda value: json.dumps(value)[:60],
 )
-async def test_chat_names_the_field(bench: Bench, param: str, body: dict[str, Any]) -> None:
-    error = await refused(bench, CHAT, body)
+async def test_chat_names_the_field(server: ScriptedServer, param: str, body: dict[str, Any]) -> None:
+    error = await refused(server, CHAT, body)
     assert error["param"] == param
 
 
@@ -170,8 +169,8 @@ async def test_chat_names_the_field(bench: Bench, param: str, body: dict[str, An
     ],
     ids=lambda value: json.dumps(value)[:60],
 )
-async def test_completion_names_the_field(bench: Bench, param: str, body: dict[str, Any]) -> None:
-    error = await refused(bench, TEXT, body)
+async def test_completion_names_the_field(server: ScriptedServer, param: str, body: dict[str, Any]) -> None:
+    error = await refused(server, TEXT, body)
     assert error["param"] == param
 
 
@@ -195,26 +194,26 @@ async def test_completion_names_the_field(bench: Bench, param: str, body: dict[s
     ],
     ids=lambda value: repr(value[:50]),
 )
-async def test_what_is_no_json_object(bench: Bench, body: str | bytes) -> None:
-    await refused(bench, CHAT, body)
+async def test_what_is_no_json_object(server: ScriptedServer, body: str | bytes) -> None:
+    await refused(server, CHAT, body)
 
 
 @pytest.mark.parametrize("coding", ["gzip", "zstd", "identity"])
-async def test_a_compressed_body_is_refused_by_its_coding(bench: Bench, coding: str) -> None:
+async def test_a_compressed_body_is_refused_by_its_coding(server: ScriptedServer, coding: str) -> None:
     content = json.dumps(text()).encode()
     content = gzip.compress(content) if coding == "gzip" else content
-    response = await bench.client.post(TEXT, content=content, headers={"content-encoding": coding})
+    response = await server.client.post(TEXT, content=content, headers={"content-encoding": coding})
     assert response.status_code == (200 if coding == "identity" else 400)
     assert coding == "identity" or f"Content-Encoding: '{coding}'" in response.json()["error"]["message"]
 
 
-async def test_the_limit_is_named_and_the_same_everywhere(bench: Bench) -> None:
-    error = await refused(bench, TEXT, text(prompt=[1] * 600))
+async def test_the_limit_is_named_and_the_same_everywhere(server: ScriptedServer) -> None:
+    error = await refused(server, TEXT, text(prompt=[1] * 600))
     assert "512" in error["message"]
     assert "600" in error["message"]
-    card = (await bench.client.get("/v1/models")).json()["data"][0]
+    card = (await server.client.get("/v1/models")).json()["data"][0]
     assert card["max_model_len"] == 512
-    longest = await bench.client.post(TEXT, json=text(prompt=[1] * 511, max_tokens=1))
+    longest = await server.client.post(TEXT, json=text(prompt=[1] * 511, max_tokens=1))
     assert longest.status_code == 200
 
 
@@ -222,49 +221,49 @@ async def test_the_limit_is_named_and_the_same_everywhere(bench: Bench) -> None:
     "fields", [{"prompt": "x" * 1_000_000}, {"messages": [{"role": "user", "content": "x" * 10**6}]}]
 )
 async def test_far_too_long_texts_are_not_encoded_to_their_end(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch, fields: dict[str, Any]
+    server: ScriptedServer, monkeypatch: pytest.MonkeyPatch, fields: dict[str, Any]
 ) -> None:
-    tokenizer, encoded = bench.service.text.tokenizer, []
+    tokenizer, encoded = server.service.text.tokenizer, []
     encode = tokenizer.encode
     monkeypatch.setattr(tokenizer, "encode", lambda text, **more: encoded.append(len(text)) or encode(text, **more))
-    error = await refused(bench, TEXT if "prompt" in fields else CHAT, fields)
+    error = await refused(server, TEXT if "prompt" in fields else CHAT, fields)
     assert "maximum context length is 512 tokens" in error["message"]
     assert error["param"] in fields
     assert max(encoded) < 10_000
 
 
-async def test_deep_nesting_inside_the_fields(bench: Bench) -> None:
+async def test_deep_nesting_inside_the_fields(server: ScriptedServer) -> None:
     deep: Any = 1
     for _ in range(900):
         deep = {"a": deep}
     body = chat(tools=[{"type": "function", "function": {"name": "f", "parameters": deep}}])
-    response = await bench.client.post(CHAT, json=body)
+    response = await server.client.post(CHAT, json=body)
     assert response.status_code in (200, 400)
-    assert (await bench.client.post(CHAT, json=chat())).status_code == 200
+    assert (await server.client.post(CHAT, json=chat())).status_code == 200
 
 
-async def test_max_tokens_left_out_is_cut_to_the_room(bench: Bench) -> None:
-    await bench.client.post(CHAT, json=chat())
-    request = bench.engine.seen[-1]
+async def test_max_tokens_left_out_is_cut_to_the_room(server: ScriptedServer) -> None:
+    await server.client.post(CHAT, json=chat())
+    request = server.engine.seen[-1]
     assert request.sampling.max_tokens == 512 - len(request.prompt_token_ids)
-    await bench.client.post(TEXT, json=text(prompt=[1] * 505))
-    assert bench.engine.seen[-1].sampling.max_tokens == 7
+    await server.client.post(TEXT, json=text(prompt=[1] * 505))
+    assert server.engine.seen[-1].sampling.max_tokens == 7
 
 
-async def test_unknown_model_is_404(bench: Bench) -> None:
+async def test_unknown_model_is_404(server: ScriptedServer) -> None:
     for path, body in ((CHAT, chat(model="gpt-9")), (TEXT, text(model="gpt-9"))):
-        assert (await refused(bench, path, body, 404))["param"] == "model"
-    assert (await bench.client.post(TEXT, json=text(model="alias"))).json()["model"] == "alias"
+        assert (await refused(server, path, body, 404))["param"] == "model"
+    assert (await server.client.post(TEXT, json=text(model="alias"))).json()["model"] == "alias"
 
 
-async def test_unknown_routes_and_methods_have_the_same_form(bench: Bench) -> None:
+async def test_unknown_routes_and_methods_have_the_same_form(server: ScriptedServer) -> None:
     for method, path, status in (("GET", "/v1/nothing", 404), ("GET", CHAT, 405), ("DELETE", "/health", 405)):
-        response = await bench.client.request(method, path)
+        response = await server.client.request(method, path)
         assert response.status_code == status
         assert set(response.json()["error"]) == {"message", "type", "param", "code"}
 
 
-async def test_fields_that_change_nothing_pass(bench: Bench) -> None:
+async def test_fields_that_change_nothing_pass(server: ScriptedServer) -> None:
     body = chat(
         user="u",
         metadata={"a": "b"},
@@ -277,19 +276,21 @@ async def test_fields_that_change_nothing_pass(bench: Bench) -> None:
         parallel_tool_calls=True,
         priority=0,
     )
-    assert (await bench.client.post(CHAT, json=body)).status_code == 200
+    assert (await server.client.post(CHAT, json=body)).status_code == 200
 
 
-async def test_unknown_fields_are_named_in_the_debug_log(bench: Bench, caplog: pytest.LogCaptureFixture) -> None:
+async def test_unknown_fields_are_named_in_the_debug_log(
+    server: ScriptedServer, caplog: pytest.LogCaptureFixture
+) -> None:
     caplog.set_level("DEBUG", logger="anaphora.server")
-    await bench.client.post(TEXT, json=text(tempratur=1))
+    await server.client.post(TEXT, json=text(tempratur=1))
     assert "tempratur" in caplog.text
 
 
-async def test_a_salt_reaches_the_engine_as_it_is(bench: Bench) -> None:
+async def test_a_salt_reaches_the_engine_as_it_is(server: ScriptedServer) -> None:
     salt = "org_1\0|/2345"
-    await bench.client.post(TEXT, json=text(cache_salt=salt))
-    assert bench.engine.seen[-1].cache_salt == salt
+    await server.client.post(TEXT, json=text(cache_salt=salt))
+    assert server.engine.seen[-1].cache_salt == salt
 
 
 NASTY: tuple[Any, ...] = (
@@ -317,7 +318,7 @@ NASTY: tuple[Any, ...] = (
 
 
 @pytest.mark.parametrize("kind", [ChatRequest, CompletionRequest, TokenizeRequest, DetokenizeRequest])
-async def test_no_value_of_any_field_is_more_than_a_bad_request(bench: Bench, kind: type[Body]) -> None:
+async def test_no_value_of_any_field_is_more_than_a_bad_request(server: ScriptedServer, kind: type[Body]) -> None:
     path, usual = {
         ChatRequest: (CHAT, chat()),
         CompletionRequest: (TEXT, text()),
@@ -327,20 +328,20 @@ async def test_no_value_of_any_field_is_more_than_a_bad_request(bench: Bench, ki
     names = {field.name for field in msgspec.structs.fields(kind)} | (REFUSED.keys() if kind is ChatRequest else set())
     for name in sorted(names):
         for value in NASTY:
-            response = await bench.client.post(path, json=usual | {name: value})
+            response = await server.client.post(path, json=usual | {name: value})
             assert response.status_code in (200, 400, 404), (name, value, response.text)
             if response.status_code == 400:
                 assert response.json()["error"]["message"]
-    assert not bench.engine.running
-    assert bench.service.in_flight == 0
+    assert not server.engine.running
+    assert server.service.in_flight == 0
 
 
-async def test_an_error_of_one_prompt_ends_its_siblings(bench: Bench) -> None:
-    bench.engine.fail_after = 2
-    response = await bench.client.post(TEXT, json=text(prompt=["a", "b", "c"]))
+async def test_an_error_of_one_prompt_ends_its_siblings(server: ScriptedServer) -> None:
+    server.engine.fail_after = 2
+    response = await server.client.post(TEXT, json=text(prompt=["a", "b", "c"]))
     assert response.status_code == 500
-    assert not bench.engine.running
-    assert len(bench.engine.aborted) == 3
+    assert not server.engine.running
+    assert len(server.engine.aborted) == 3
 
 
 def test_a_body_of_several_kinds_is_told_by_its_required_field() -> None:

@@ -4,21 +4,21 @@ from typing import Any
 
 import pytest
 
-from tests.support.servers import Bench, events
+from tests.support.servers import ScriptedServer, events
 
 pytestmark = pytest.mark.anyio
 
 PATH = "/v1/completions"
 
 
-async def post(bench: Bench, **body: Any) -> dict[str, Any]:
-    response = await bench.client.post(PATH, json={"prompt": "Say", **body})
+async def post(server: ScriptedServer, **body: Any) -> dict[str, Any]:
+    response = await server.client.post(PATH, json={"prompt": "Say", **body})
     assert response.status_code == 200, response.text
     return response.json()
 
 
-async def stream(bench: Bench, **body: Any) -> list[dict[str, Any]]:
-    response = await bench.client.post(PATH, json={"prompt": "Say", "stream": True, **body})
+async def stream(server: ScriptedServer, **body: Any) -> list[dict[str, Any]]:
+    response = await server.client.post(PATH, json={"prompt": "Say", "stream": True, **body})
     assert response.status_code == 200, response.text
     return events(response.text)
 
@@ -27,9 +27,9 @@ def joined(chunks: list[dict[str, Any]], index: int = 0) -> str:
     return "".join(c["text"] for chunk in chunks for c in chunk["choices"] if c["index"] == index)
 
 
-async def test_a_whole_answer(bench: Bench) -> None:
-    bench.engine.cached = 2
-    answer = await post(bench, max_tokens=100)
+async def test_a_whole_answer(server: ScriptedServer) -> None:
+    server.engine.cached = 2
+    answer = await post(server, max_tokens=100)
     assert answer["object"] == "text_completion"
     assert answer["model"] == "tiny"
     assert answer["choices"] == [
@@ -43,47 +43,47 @@ async def test_a_whole_answer(bench: Bench) -> None:
     }
 
 
-async def test_length_ends_it(bench: Bench) -> None:
-    answer = await post(bench, max_tokens=5)
+async def test_length_ends_it(server: ScriptedServer) -> None:
+    answer = await post(server, max_tokens=5)
     assert answer["choices"][0]["text"] == "Hello"
     assert answer["choices"][0]["finish_reason"] == "length"
     assert answer["usage"]["completion_tokens"] == 5
 
 
-async def test_every_form_of_prompt_gives_the_same_ids(bench: Bench) -> None:
-    ids = (await bench.client.post("/tokenize", json={"prompt": "Say"})).json()["tokens"]
+async def test_every_form_of_prompt_gives_the_same_ids(server: ScriptedServer) -> None:
+    ids = (await server.client.post("/tokenize", json={"prompt": "Say"})).json()["tokens"]
     for prompt in ("Say", ["Say"], ids, [ids]):
-        await post(bench, prompt=prompt)
-        assert list(bench.engine.seen[-1].prompt_token_ids) == ids
+        await post(server, prompt=prompt)
+        assert list(server.engine.seen[-1].prompt_token_ids) == ids
 
 
-async def test_several_prompts_and_choices(bench: Bench) -> None:
-    answer = await post(bench, prompt=["a", "bc"], n=2, max_tokens=2)
+async def test_several_prompts_and_choices(server: ScriptedServer) -> None:
+    answer = await post(server, prompt=["a", "bc"], n=2, max_tokens=2)
     assert [choice["index"] for choice in answer["choices"]] == [0, 1, 2, 3]
     assert {choice["text"] for choice in answer["choices"]} == {"He"}
     assert answer["usage"]["prompt_tokens"] == 3
     assert answer["usage"]["completion_tokens"] == 8
-    assert len({request.id for request in bench.engine.seen}) == 2
+    assert len({request.id for request in server.engine.seen}) == 2
 
 
-async def test_several_prompts_in_one_stream(bench: Bench) -> None:
-    chunks = await stream(bench, prompt=["a", "b"], n=2, max_tokens=30)
+async def test_several_prompts_in_one_stream(server: ScriptedServer) -> None:
+    chunks = await stream(server, prompt=["a", "b"], n=2, max_tokens=30)
     assert [joined(chunks, index) for index in range(4)] == ["Hello, world"] * 4
 
 
-async def test_echo(bench: Bench) -> None:
-    assert (await post(bench, echo=True, max_tokens=5))["choices"][0]["text"] == "SayHello"
-    assert joined(await stream(bench, echo=True, max_tokens=5)) == "SayHello"
+async def test_echo(server: ScriptedServer) -> None:
+    assert (await post(server, echo=True, max_tokens=5))["choices"][0]["text"] == "SayHello"
+    assert joined(await stream(server, echo=True, max_tokens=5)) == "SayHello"
 
 
 @pytest.mark.parametrize("streamed", [False, True])
-async def test_echo_with_logprobs_scores_the_prompt(bench: Bench, streamed: bool) -> None:
+async def test_echo_with_logprobs_scores_the_prompt(server: ScriptedServer, streamed: bool) -> None:
     if streamed:
-        chunks = await stream(bench, echo=True, logprobs=1, max_tokens=2)
+        chunks = await stream(server, echo=True, logprobs=1, max_tokens=2)
         parts = [c["logprobs"] for chunk in chunks for c in chunk["choices"] if c["logprobs"]]
         scores = {key: [item for part in parts for item in part[key]] for key in parts[0]}
     else:
-        scores = (await post(bench, echo=True, logprobs=1, max_tokens=2))["choices"][0]["logprobs"]
+        scores = (await post(server, echo=True, logprobs=1, max_tokens=2))["choices"][0]["logprobs"]
     assert scores["tokens"] == ["S", "a", "y", "H", "e"]
     assert scores["token_logprobs"] == [None, -0.5, -0.5, -0.5, -0.5]
     assert scores["text_offset"] == [0, 1, 2, 3, 4]
@@ -92,13 +92,13 @@ async def test_echo_with_logprobs_scores_the_prompt(bench: Bench, streamed: bool
 
 
 @pytest.mark.parametrize("streamed", [False, True])
-async def test_echo_without_new_tokens_only_scores(bench: Bench, streamed: bool) -> None:
+async def test_echo_without_new_tokens_only_scores(server: ScriptedServer, streamed: bool) -> None:
     if streamed:
-        chunks = await stream(bench, echo=True, logprobs=1, max_tokens=0, stream_options={"include_usage": True})
+        chunks = await stream(server, echo=True, logprobs=1, max_tokens=0, stream_options={"include_usage": True})
         text, usage = joined(chunks), chunks[-1]["usage"]
         finish = [c["finish_reason"] for chunk in chunks for c in chunk["choices"]][-1]
     else:
-        answer = await post(bench, echo=True, logprobs=1, max_tokens=0)
+        answer = await post(server, echo=True, logprobs=1, max_tokens=0)
         text, usage, finish = answer["choices"][0]["text"], answer["usage"], answer["choices"][0]["finish_reason"]
         assert answer["choices"][0]["logprobs"]["tokens"] == ["S", "a", "y"]
     assert text == "Say"
@@ -106,56 +106,56 @@ async def test_echo_without_new_tokens_only_scores(bench: Bench, streamed: bool)
     assert usage["completion_tokens"] == 0
 
 
-async def test_prompt_logprobs(bench: Bench) -> None:
-    scores = (await post(bench, prompt_logprobs=2))["choices"][0]["prompt_logprobs"]
-    ids = bench.engine.seen[-1].prompt_token_ids
+async def test_prompt_logprobs(server: ScriptedServer) -> None:
+    scores = (await post(server, prompt_logprobs=2))["choices"][0]["prompt_logprobs"]
+    ids = server.engine.seen[-1].prompt_token_ids
     assert scores[0] is None
     assert scores[1][str(ids[1])] == {"logprob": -0.5, "rank": 1, "decoded_token": "a"}
     assert len(scores[1]) == 2
 
 
-async def test_token_ids_on_request(bench: Bench) -> None:
-    choice = (await post(bench, return_token_ids=True))["choices"][0]
-    assert choice["token_ids"] == [*bench.engine.reply, bench.engine.eos]
-    assert choice["prompt_token_ids"] == list(bench.engine.seen[-1].prompt_token_ids)
-    chunks = await stream(bench, return_token_ids=True)
+async def test_token_ids_on_request(server: ScriptedServer) -> None:
+    choice = (await post(server, return_token_ids=True))["choices"][0]
+    assert choice["token_ids"] == [*server.engine.reply, server.engine.eos]
+    assert choice["prompt_token_ids"] == list(server.engine.seen[-1].prompt_token_ids)
+    chunks = await stream(server, return_token_ids=True)
     ids = [token for chunk in chunks for c in chunk["choices"] for token in c.get("token_ids", [])]
     assert ids == choice["token_ids"]
 
 
-async def test_stop_string_over_several_tokens(bench: Bench) -> None:
-    for choice in (await post(bench, stop=["o, w"], n=2))["choices"] + (await post(bench, stop="o, w"))["choices"]:
+async def test_stop_string_over_several_tokens(server: ScriptedServer) -> None:
+    for choice in (await post(server, stop=["o, w"], n=2))["choices"] + (await post(server, stop="o, w"))["choices"]:
         assert choice["text"] == "Hell"
         assert (choice["finish_reason"], choice["stop_reason"]) == ("stop", "o, w")
-    assert joined(await stream(bench, stop=["o, w"])) == "Hell"
-    assert not bench.engine.running
+    assert joined(await stream(server, stop=["o, w"])) == "Hell"
+    assert not server.engine.running
 
 
-async def test_a_stop_token_is_shown_only_on_request(bench: Bench) -> None:
-    bench.engine.eos = bench.engine.reply[-1]
-    bench.engine.reply = bench.engine.reply[:-1]
-    hidden = await post(bench, stop_token_ids=[bench.engine.eos])
-    shown = await post(bench, stop_token_ids=[bench.engine.eos], include_stop_str_in_output=True)
+async def test_a_stop_token_is_shown_only_on_request(server: ScriptedServer) -> None:
+    server.engine.eos = server.engine.reply[-1]
+    server.engine.reply = server.engine.reply[:-1]
+    hidden = await post(server, stop_token_ids=[server.engine.eos])
+    shown = await post(server, stop_token_ids=[server.engine.eos], include_stop_str_in_output=True)
     assert hidden["choices"][0]["text"] == "Hello, worl"
     assert shown["choices"][0]["text"] == "Hello, world"
     assert hidden["usage"] == shown["usage"]
-    assert joined(await stream(bench, stop_token_ids=[bench.engine.eos])) == "Hello, worl"
+    assert joined(await stream(server, stop_token_ids=[server.engine.eos])) == "Hello, worl"
 
 
-async def test_a_stop_string_that_never_comes_is_given_out(bench: Bench) -> None:
-    assert (await post(bench, stop=["world!"]))["choices"][0]["text"] == "Hello, world"
-    assert joined(await stream(bench, stop=["world!"])) == "Hello, world"
+async def test_a_stop_string_that_never_comes_is_given_out(server: ScriptedServer) -> None:
+    assert (await post(server, stop=["world!"]))["choices"][0]["text"] == "Hello, world"
+    assert joined(await stream(server, stop=["world!"])) == "Hello, world"
 
 
-async def test_truncated_prompts(bench: Bench) -> None:
+async def test_truncated_prompts(server: ScriptedServer) -> None:
     for fields, kept in (({}, "cd"), ({"truncation_side": "right"}, "ab")):
-        await post(bench, prompt="abcd", truncate_prompt_tokens=2, echo=True, **fields)
-        assert bench.service.text.tokenizer.decode(bench.engine.seen[-1].prompt_token_ids) == kept
-    await post(bench, prompt="a" * 1000, truncate_prompt_tokens=-1, max_tokens=12)
-    assert len(bench.engine.seen[-1].prompt_token_ids) == 500
+        await post(server, prompt="abcd", truncate_prompt_tokens=2, echo=True, **fields)
+        assert server.service.text.tokenizer.decode(server.engine.seen[-1].prompt_token_ids) == kept
+    await post(server, prompt="a" * 1000, truncate_prompt_tokens=-1, max_tokens=12)
+    assert len(server.engine.seen[-1].prompt_token_ids) == 500
 
 
-async def test_sampling_fields_reach_the_engine(bench: Bench) -> None:
+async def test_sampling_fields_reach_the_engine(server: ScriptedServer) -> None:
     fields = {
         "temperature": 0.5,
         "top_p": 0.9,
@@ -165,8 +165,8 @@ async def test_sampling_fields_reach_the_engine(bench: Bench) -> None:
         "min_tokens": 2,
         "ignore_eos": True,
     }
-    await post(bench, logit_bias={"5": -3}, allowed_token_ids=[1, 5], stop_token_ids=[9], **fields)
-    sampling = bench.engine.seen[-1].sampling
+    await post(server, logit_bias={"5": -3}, allowed_token_ids=[1, 5], stop_token_ids=[9], **fields)
+    sampling = server.engine.seen[-1].sampling
     assert {name: getattr(sampling, name) for name in fields} == fields
     assert sampling.logit_bias == {5: -3.0}
     assert tuple(sampling.allowed_token_ids) == (1, 5)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from anaphora.errors import InvalidRequest
-from anaphora.server.api.prompts import beginning, chat_prompt
+from anaphora.server.api.prompts import chat_prompt, shared_prefix
 from anaphora.server.api.protocol import ChatRequest
 from anaphora.text.chat_template import ChatTemplate, default_template
 from anaphora.tools.shared.tokenizer_and_template import load_tokenizer_and_template
@@ -34,14 +34,14 @@ def templates() -> dict[str, str]:
 @pytest.mark.parametrize("name", templates())
 @pytest.mark.parametrize("tools", [None, [TOOL]], ids=["plain", "tools"])
 @pytest.mark.parametrize("head", [[SYSTEM], EXAMPLE], ids=["system", "example"])
-def test_every_conversation_begins_with_its_beginning(name: str, tools: Any, head: list[dict[str, Any]]) -> None:
+def test_every_conversation_begins_with_its_shared_prefix(name: str, tools: Any, head: list[dict[str, Any]]) -> None:
     template = ChatTemplate(templates()[name], {"bos_token": "<s>", "eos_token": "</s>"})
 
     def ids(text: str) -> tuple[int, ...]:
         request = ChatRequest(messages=[*head, {"role": "user", "content": text}], tools=tools)
         return chat_prompt(request, TOKENIZER, template).token_ids
 
-    shared = beginning(ChatRequest(messages=head, tools=tools), TOKENIZER, template, None).token_ids
+    shared = shared_prefix(ChatRequest(messages=head, tools=tools), TOKENIZER, template, None).token_ids
     for text in ("hello", "Hello", " lead", "123", "日本", "- a list", "ünser"):
         assert ids(text)[: len(shared)] == shared
     for text in ("\n\nlines", "", "!"):  # may grow together with what stands before them
@@ -62,10 +62,10 @@ def test_every_conversation_begins_with_its_beginning(name: str, tools: Any, hea
 def test_what_is_said_to_be_the_whole_prompt_is_it(messages: list[dict[str, Any]], more: dict[str, Any]) -> None:
     template = ChatTemplate(templates()["chatml"], {})
     request = ChatRequest(messages=messages, **more)
-    assert beginning(request, TOKENIZER, template, None) == chat_prompt(request, TOKENIZER, template)
+    assert shared_prefix(request, TOKENIZER, template, None) == chat_prompt(request, TOKENIZER, template)
 
 
 def test_a_template_that_shows_nothing_before_the_user_shares_nothing() -> None:
     template = ChatTemplate("{{ messages[-1].content }}{{ messages[0].content }}", {})
     with pytest.raises(InvalidRequest, match="nothing before the user's message"):
-        beginning(ChatRequest(messages=[SYSTEM]), TOKENIZER, template, None)
+        shared_prefix(ChatRequest(messages=[SYSTEM]), TOKENIZER, template, None)

@@ -6,19 +6,19 @@ from typing import Any
 
 import pytest
 
-from tests.support.servers import Bench
+from tests.support.servers import ScriptedServer
 
 pytestmark = pytest.mark.anyio
 
 CHAT = "/v1/chat/completions"
 
 
-async def test_the_rendered_prompt_is_the_one_that_is_computed(bench: Bench) -> None:
+async def test_the_rendered_prompt_is_the_one_that_is_computed(server: ScriptedServer) -> None:
     body: dict[str, Any] = {"messages": [{"role": "user", "content": "hi"}], "seed": 3, "cache_salt": "s"}
-    shown = (await bench.client.post(f"{CHAT}/render", json=body | {"request_id": "mine"})).json()
-    assert not bench.engine.seen
-    await bench.client.post(CHAT, json=body)
-    (request,) = bench.engine.seen
+    shown = (await server.client.post(f"{CHAT}/render", json=body | {"request_id": "mine"})).json()
+    assert not server.engine.seen
+    await server.client.post(CHAT, json=body)
+    (request,) = server.engine.seen
     assert tuple(shown["token_ids"]) == request.prompt_token_ids
     assert shown["prompt"] == "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
     assert shown["prompt_tokens"] == len(shown["token_ids"])
@@ -28,7 +28,7 @@ async def test_the_rendered_prompt_is_the_one_that_is_computed(bench: Bench) -> 
     assert (shown["request_id"], shown["model"], shown["changes"]) == ("chatcmpl-mine", "tiny", [])
 
 
-async def test_nothing_is_rewritten_unseen(bench: Bench) -> None:
+async def test_nothing_is_rewritten_unseen(server: ScriptedServer) -> None:
     call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": '{"b": 1}'}}
     messages = [
         {"role": "developer", "content": [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]},
@@ -38,7 +38,7 @@ async def test_nothing_is_rewritten_unseen(bench: Bench) -> None:
     ]
     tool = {"type": "function", "function": {"name": "f", "parameters": {}}}
     body = {"messages": messages, "tools": [tool], "truncate_prompt_tokens": 30}
-    shown = (await bench.client.post(f"{CHAT}/render", json=body)).json()
+    shown = (await server.client.post(f"{CHAT}/render", json=body)).json()
     changes = "\n".join(shown["changes"])
     for part in (
         "messages[0].content: 2 text parts",
@@ -52,13 +52,13 @@ async def test_nothing_is_rewritten_unseen(bench: Bench) -> None:
     assert shown["prompt"].endswith("<|im_start|>assistant\n")
 
 
-async def test_each_prompt_of_a_completion_is_shown(bench: Bench) -> None:
+async def test_each_prompt_of_a_completion_is_shown(server: ScriptedServer) -> None:
     async def shown(**body: Any) -> list[dict[str, Any]]:
-        response = await bench.client.post("/v1/completions/render", json=body)
+        response = await server.client.post("/v1/completions/render", json=body)
         return response.json()
 
     assert [entry["prompt"] for entry in await shown(prompt=["a", "bc"])] == ["a", "bc"]
-    ids = bench.service.text.tokenizer.encode("ab", add_special_tokens=False)
+    ids = server.service.text.tokenizer.encode("ab", add_special_tokens=False)
     (cut,) = await shown(prompt=ids, truncate_prompt_tokens=1)
     assert (cut["prompt"], len(cut["changes"])) == ("b", 1)
     (whole,) = await shown(prompt=ids, truncate_prompt_tokens=2)
@@ -66,7 +66,7 @@ async def test_each_prompt_of_a_completion_is_shown(bench: Bench) -> None:
 
 
 @pytest.mark.parametrize("messages", [None, [], "x", [{"role": "user", "content": 5}]])
-async def test_what_could_not_be_asked_cannot_be_rendered(bench: Bench, messages: Any) -> None:
-    response = await bench.client.post(f"{CHAT}/render", json={"messages": messages})
+async def test_what_could_not_be_asked_cannot_be_rendered(server: ScriptedServer, messages: Any) -> None:
+    response = await server.client.post(f"{CHAT}/render", json={"messages": messages})
     assert response.status_code == 400
     assert response.json()["error"]["param"].startswith("messages")

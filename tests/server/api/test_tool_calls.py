@@ -4,15 +4,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from anaphora.server.api.tool_calls import ToolCallReader
+from anaphora.server.api.tool_calls import ToolCallParser
 
 CALL = '<tool_call>\n{"name": "f", "arguments": {"x":  1}}\n</tool_call>'
 
 
 def read(pieces: list[str]) -> tuple[str, list[tuple[str, str]]]:
-    reader = ToolCallReader()
-    text = "".join(reader.feed(piece) for piece in pieces) + reader.finish()
-    return text, [(call.name, call.arguments) for call in reader.calls]
+    parser = ToolCallParser()
+    text = "".join(parser.feed(piece) for piece in pieces) + parser.finish()
+    return text, [(call.name, call.arguments) for call in parser.calls]
 
 
 @pytest.mark.parametrize(
@@ -46,8 +46,8 @@ def test_pieces_make_no_difference(parts: list[str], data: st.DataObject) -> Non
 
 
 def test_text_is_held_back_only_while_it_can_become_a_call() -> None:
-    reader = ToolCallReader()
-    assert reader.feed("a <too") == "a"
-    assert reader.feed("th") == " <tooth"
-    assert reader.feed(" <tool_call>{") == ""
-    assert reader.finish() == " <tool_call>{"
+    parser = ToolCallParser()
+    assert parser.feed("a <too") == "a"
+    assert parser.feed("th") == " <tooth"
+    assert parser.feed(" <tool_call>{") == ""
+    assert parser.finish() == " <tool_call>{"

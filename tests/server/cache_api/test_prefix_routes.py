@@ -16,9 +16,9 @@ import pytest
 from anaphora.errors import ConfigError
 from anaphora.server.cache_api import prefix_routes
 from anaphora.server.cache_api.prefix_routes import compute
-from anaphora.server.cache_api.warm import read_warm_file, warm_up
+from anaphora.server.cache_api.warm_file import read_warm_file, warm_up
 from tests.support.clients import until
-from tests.support.servers import Whole, environment, fake_command, fake_server, whole
+from tests.support.servers import EngineServer, engine_server, environment, fake_command, fake_server
 
 pytestmark = pytest.mark.usefixtures("engine_surroundings")
 
@@ -30,12 +30,12 @@ CHAT = "/v1/chat/completions"
 
 
 @pytest.fixture
-async def server(tmp_path: Path) -> AsyncIterator[Whole]:
-    async with whole(tmp_path / "model", WINDOW) as server:
+async def server(tmp_path: Path) -> AsyncIterator[EngineServer]:
+    async with engine_server(tmp_path / "model", WINDOW) as server:
         yield server
 
 
-async def post(server: Whole, path: str, status: int = 200, **body: Any) -> dict[str, Any]:
+async def post(server: EngineServer, path: str, status: int = 200, **body: Any) -> dict[str, Any]:
     response = await server.client.post(path, json=body)
     assert response.status_code == status, response.text
     if status == 200:
@@ -46,7 +46,7 @@ async def post(server: Whole, path: str, status: int = 200, **body: Any) -> dict
     return error
 
 
-async def listed(server: Whole, salt: str | None = None, **params: Any) -> dict[str, Any]:
+async def listed(server: EngineServer, salt: str | None = None, **params: Any) -> dict[str, Any]:
     headers = {b"x-cache-salt": salt.encode()} if salt else {}
     response = await server.client.get("/v1/cache/prefixes", params=params, headers=headers)
     assert response.status_code == 200, response.text
@@ -61,19 +61,19 @@ def system() -> list[dict[str, str]]:
     return [{"role": "system", "content": SYSTEM}]
 
 
-async def cached(server: Whole, question: str, **fields: Any) -> int:
+async def cached(server: EngineServer, question: str, **fields: Any) -> int:
     usage = (await post(server, CHAT, **chat(question, **fields)))["usage"]
     return int(usage["prompt_tokens_details"]["cached_tokens"])
 
 
-async def flood(server: Whole) -> None:
+async def flood(server: EngineServer) -> None:
     """Other prompts, until nothing that may be evicted is left."""
     await asyncio.gather(
         *(post(server, "/v1/completions", prompt=f"{i} " * 200, max_tokens=1) for i in range(100, 112))
     )
 
 
-async def test_a_pinned_system_text_serves_every_conversation_whatever_else_comes(server: Whole) -> None:
+async def test_a_pinned_system_text_serves_every_conversation_whatever_else_comes(server: EngineServer) -> None:
     (pin,) = (await post(server, "/v1/cache/pin", messages=system(), model="tiny"))["data"]
     rendered = f"<|im_start|>system\n{SYSTEM}<|im_end|>\n<|im_start|>user\n"
     assert pin["tokens"] == pin["kept_tokens"] == len(rendered)
@@ -91,7 +91,7 @@ async def test_a_pinned_system_text_serves_every_conversation_whatever_else_come
     assert await cached(server, "Why?") == 0
 
 
-async def test_warming_computes_and_keeps_nothing(server: Whole) -> None:
+async def test_warming_computes_and_keeps_nothing(server: EngineServer) -> None:
     body = {"prompt": ["a" * 40, "a" * 40 + "b" * 20]}
     answer = await post(server, "/v1/cache/warm", **body)
     assert [entry["tokens"] for entry in answer["data"]] == [40, 60]
@@ -101,7 +101,7 @@ async def test_warming_computes_and_keeps_nothing(server: Whole) -> None:
     assert server.engine.stats.pinned_blocks == 0
 
 
-async def test_a_whole_request_is_pinned_as_it_would_be_asked(server: Whole) -> None:
+async def test_a_whole_request_is_pinned_as_it_would_be_asked(server: EngineServer) -> None:
     body = chat("Why?", temperature=0.5, stream=True, user="u", response_format=None)
     (pin,) = (await post(server, "/v1/cache/pin", **body))["data"]
     assert await cached(server, "Why?") == pin["tokens"] - 1
@@ -109,7 +109,7 @@ async def test_a_whole_request_is_pinned_as_it_would_be_asked(server: Whole) -> 
     assert gone["id"] == pin["id"]
 
 
-async def test_pins_stay_through_a_reset_and_fill_again(server: Whole) -> None:
+async def test_pins_stay_through_a_reset_and_fill_again(server: EngineServer) -> None:
     (pin,) = (await post(server, "/v1/cache/pin", messages=system()))["data"]
     assert (await post(server, "/reset_prefix_cache"))["reset"]
     (now,) = (await listed(server))["pins"]
@@ -119,7 +119,7 @@ async def test_pins_stay_through_a_reset_and_fill_again(server: Whole) -> None:
     assert await cached(server, "How?") == pin["tokens"]
 
 
-async def test_more_than_leaves_room_is_refused_with_numbers(server: Whole) -> None:
+async def test_more_than_leaves_room_is_refused_with_numbers(server: EngineServer) -> None:
     most = [f"{i:03}" + "x" * 749 for i in range(BLOCKS // 47)]
     assert len((await post(server, "/v1/cache/pin", prompt=most))["data"]) == 4
     error = await post(server, "/v1/cache/pin", 400, prompt="y" * 752)
@@ -130,7 +130,7 @@ async def test_more_than_leaves_room_is_refused_with_numbers(server: Whole) -> N
     assert answer["usage"]["completion_tokens"] == 10
 
 
-async def test_the_list_shows_what_saves_most_inside_the_callers_salt(server: Whole) -> None:
+async def test_the_list_shows_what_saves_most_inside_the_callers_salt(server: EngineServer) -> None:
     before = time.time()
     for i in range(5):
         await cached(server, f"{i}?")
@@ -168,7 +168,7 @@ async def test_the_list_shows_what_saves_most_inside_the_callers_salt(server: Wh
         ("cache_salt=a", "cache_salt"),
     ],
 )
-async def test_a_wrong_query_is_refused_by_name(server: Whole, query: str, param: str) -> None:
+async def test_a_wrong_query_is_refused_by_name(server: EngineServer, query: str, param: str) -> None:
     response = await server.client.get(f"/v1/cache/prefixes?{query}")
     assert response.status_code == 400
     assert response.json()["error"]["param"] == param
@@ -194,7 +194,7 @@ BAD: list[tuple[dict[str, Any], str | None]] = [
 
 
 @pytest.mark.parametrize("route", ["pin", "warm", "unpin"])
-async def test_wrong_bodies_are_refused_and_nothing_is_pinned(server: Whole, route: str) -> None:
+async def test_wrong_bodies_are_refused_and_nothing_is_pinned(server: EngineServer, route: str) -> None:
     for body, param in BAD:
         error = await post(server, f"/v1/cache/{route}", 400, **body)
         assert error["param"] == param, (body, error)
@@ -203,7 +203,7 @@ async def test_wrong_bodies_are_refused_and_nothing_is_pinned(server: Whole, rou
     assert await cached(server, "Why?") == 0
 
 
-async def test_what_is_not_pinned_cannot_be_unpinned(server: Whole) -> None:
+async def test_what_is_not_pinned_cannot_be_unpinned(server: EngineServer) -> None:
     await post(server, "/v1/cache/pin", prompt="a")
     for body in ({"prompt": "b"}, {"prompt": ["a", "b"]}, {"prompt": "a", "cache_salt": "s"}, {"id": "pin-1"}):
         await post(server, "/v1/cache/unpin", 404, **body)
@@ -213,7 +213,7 @@ async def test_what_is_not_pinned_cannot_be_unpinned(server: Whole) -> None:
 
 
 async def test_keys_guard_the_routes(tmp_path: Path) -> None:
-    async with whole(tmp_path / "model", WINDOW, api_key=("key",)) as server:
+    async with engine_server(tmp_path / "model", WINDOW, api_key=("key",)) as server:
         for path in ("pin", "unpin", "warm"):
             await post(server, f"/v1/cache/{path}", 401, prompt="a")
         for path in ("/v1/chat/completions/render", "/v1/completions/render"):
@@ -222,7 +222,7 @@ async def test_keys_guard_the_routes(tmp_path: Path) -> None:
 
 
 async def test_a_client_that_leaves_takes_its_pin_back(tmp_path: Path) -> None:
-    async with whole(tmp_path / "model", WINDOW, "tests.support.runners:load_slow") as server:
+    async with engine_server(tmp_path / "model", WINDOW, "tests.support.runners:load_slow") as server:
         (kept,) = (await post(server, "/v1/cache/pin", prompt="102 " * 240))["data"]
         body = {"prompt": [f"{i} " * 240 for i in range(100, 103)]}
         leaving = asyncio.create_task(post(server, "/v1/cache/pin", **body))
@@ -236,15 +236,15 @@ async def test_a_client_that_leaves_takes_its_pin_back(tmp_path: Path) -> None:
 
 
 async def test_a_client_that_leaves_does_not_take_what_another_has_pinned(
-    server: Whole, monkeypatch: pytest.MonkeyPatch
+    server: EngineServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     computing = asyncio.Event()
 
-    async def compute_two_for_ever(service: Any, call: Any, wanted: Any) -> Any:
-        if len(wanted) == 2:
+    async def compute_two_for_ever(service: Any, context: Any, requests: Any) -> Any:
+        if len(requests) == 2:
             computing.set()
             await asyncio.Event().wait()
-        return await compute(service, call, wanted)
+        return await compute(service, context, requests)
 
     monkeypatch.setattr(prefix_routes, "compute", compute_two_for_ever)
     leaving = asyncio.create_task(post(server, "/v1/cache/pin", prompt=["ours", "theirs"]))
@@ -255,11 +255,11 @@ async def test_a_client_that_leaves_does_not_take_what_another_has_pinned(
     await asyncio.gather(leaving, return_exceptions=True)
     assert [pin["id"] for pin in (await listed(server))["pins"]] == [ours["id"]]
     await post(server, "/v1/cache/unpin", id=ours["id"])
-    assert not server.service.firm_pins
+    assert not server.service.completed_pins
 
 
 @pytest.mark.parametrize("waits", range(6))
-async def test_a_client_that_leaves_at_once_leaves_no_pin(server: Whole, waits: int) -> None:
+async def test_a_client_that_leaves_at_once_leaves_no_pin(server: EngineServer, waits: int) -> None:
     leaving = asyncio.create_task(post(server, "/v1/cache/pin", prompt=["left", "behind " * 50]))
     for _ in range(waits * 3):
         await asyncio.sleep(0)
@@ -284,7 +284,7 @@ async def test_a_client_that_leaves_at_once_leaves_no_pin(server: Whole, waits: 
         ('{\n  "prompt": "a"\n}', 1),
     ],
 )
-async def test_the_forms_of_a_warm_file(server: Whole, tmp_path: Path, text: str, entries: int) -> None:
+async def test_the_forms_of_a_warm_file(server: EngineServer, tmp_path: Path, text: str, entries: int) -> None:
     path = tmp_path / "prefixes"
     path.write_text(text, "utf-8")
     found = read_warm_file(str(path))
@@ -299,15 +299,15 @@ async def test_the_forms_of_a_warm_file(server: Whole, tmp_path: Path, text: str
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("  \n", "holds nothing"),
-        ("[]", "holds nothing"),
-        ('{"prompt": "a"}\n{"prompt": }\n', "line 2: no valid JSON"),
+        ("  \n", "is empty"),
+        ("[]", "is empty"),
+        ('{"prompt": "a"}\n{"prompt": }\n', "line 2: not valid JSON"),
         ('{"prompt": "a"}\n{"promt": "b"}\n', "line 2: the body must hold one of messages, prompt"),
         ('[{"prompt": "a"}, 7]', "entry 2: the body must be a JSON object"),
         ('{"prompt": "a", "cache_slat": "s"}', "cache_slat"),
-        ('"a"\n"\\ud83d"', "line 2: no body of a request: .*surrogates"),
-        ('"a"\n' + "[" * 9000 + "]" * 9000, "line 2: no valid JSON: maximum recursion depth"),
-        ("[" * 100_000, "line 1: no valid JSON: maximum recursion depth"),
+        ('"a"\n"\\ud83d"', "line 2: not a request body: .*surrogates"),
+        ('"a"\n' + "[" * 9000 + "]" * 9000, "line 2: not valid JSON: maximum recursion depth"),
+        ("[" * 100_000, "line 1: not valid JSON: maximum recursion depth"),
     ],
 )
 def test_a_warm_file_that_cannot_be_read_is_refused_by_line(tmp_path: Path, text: str, message: str) -> None:
@@ -321,7 +321,7 @@ def test_a_warm_file_that_cannot_be_read_is_refused_by_line(tmp_path: Path, text
         read_warm_file("a\0b")
 
 
-async def test_what_cannot_be_kept_is_named_with_its_line(server: Whole, tmp_path: Path) -> None:
+async def test_what_cannot_be_kept_is_named_with_its_line(server: EngineServer, tmp_path: Path) -> None:
     path = tmp_path / "prefixes"
     for bad, message in (
         ('{"prompt": "' + "x" * WINDOW + '"}', "line 2: This model's maximum context length"),

@@ -11,25 +11,25 @@ from typing import Any
 import pytest
 from starlette.middleware.errors import ServerErrorMiddleware
 
-from tests.support.servers import Bench, scripted
+from tests.support.servers import ScriptedServer, scripted
 
 pytestmark = pytest.mark.anyio
 
 
 @pytest.mark.parametrize("chunked", [False, True])
 async def test_a_body_over_the_limit_is_413(tmp_path: Path, chunked: bool) -> None:
-    async with scripted(tmp_path, max_body_bytes=1000) as bench:
+    async with scripted(tmp_path, max_body_bytes=1000) as server:
         content = json.dumps({"prompt": "x" * 1000}).encode()
 
         async def parts() -> AsyncIterator[bytes]:
             for start in range(0, len(content), 100):
                 yield content[start : start + 100]
 
-        response = await bench.client.post("/v1/completions", content=parts() if chunked else content)
+        response = await server.client.post("/v1/completions", content=parts() if chunked else content)
         assert response.status_code == 413
         assert "1000 bytes" in response.json()["error"]["message"]
         assert response.headers["connection"] == "close"
-        assert (await bench.client.post("/v1/completions", json={"prompt": "x"})).status_code == 200
+        assert (await server.client.post("/v1/completions", json={"prompt": "x"})).status_code == 200
 
 
 SCOPE = {
@@ -43,7 +43,7 @@ SCOPE = {
 }
 
 
-async def leave(bench: Bench, body: dict[str, Any], after_chunks: int | None) -> list[dict[str, Any]]:
+async def leave(server: ScriptedServer, body: dict[str, Any], after_chunks: int | None) -> list[dict[str, Any]]:
     """Send a request and disconnect: after some chunks of the answer, or once the engine works on it."""
     sent: list[dict[str, Any]] = []
     gone = asyncio.Event()
@@ -61,9 +61,9 @@ async def leave(bench: Bench, body: dict[str, Any], after_chunks: int | None) ->
             gone.set()
             await asyncio.sleep(0)
 
-    call = asyncio.ensure_future(bench.app(SCOPE, receive, send))  # type: ignore[arg-type]
+    call = asyncio.ensure_future(server.app(SCOPE, receive, send))  # type: ignore[arg-type]
     if after_chunks is None:
-        while not bench.engine.running:
+        while not server.engine.running:
             await asyncio.sleep(0)
         gone.set()
     await asyncio.wait_for(call, 5)
@@ -71,24 +71,24 @@ async def leave(bench: Bench, body: dict[str, Any], after_chunks: int | None) ->
 
 
 @pytest.mark.parametrize("streamed", [False, True])
-async def test_a_client_that_leaves_while_it_waits_ends_its_request(bench: Bench, streamed: bool) -> None:
-    bench.engine.hold = asyncio.Event()  # never set: the request would wait for ever
+async def test_a_client_that_leaves_while_it_waits_ends_its_request(server: ScriptedServer, streamed: bool) -> None:
+    server.engine.hold = asyncio.Event()  # never set: the request would wait for ever
     for _ in range(20):
-        await leave(bench, {"prompt": "x", "stream": streamed}, None)
-    assert len(bench.engine.aborted) == 20
-    assert not bench.engine.running
-    assert bench.service.in_flight == 0
+        await leave(server, {"prompt": "x", "stream": streamed}, None)
+    assert len(server.engine.aborted) == 20
+    assert not server.engine.running
+    assert server.service.in_flight == 0
 
 
 async def test_a_client_that_leaves_a_stream_ends_its_request(tmp_path: Path) -> None:
-    async with scripted(tmp_path, "a" * 400) as bench:
-        sent = await leave(bench, {"prompt": ["x", "y"], "stream": True, "max_tokens": 400}, 5)
+    async with scripted(tmp_path, "a" * 400) as server:
+        sent = await leave(server, {"prompt": ["x", "y"], "stream": True, "max_tokens": 400}, 5)
         assert len(sent) < 50
-        assert len(bench.engine.aborted) == 2
-        assert not bench.engine.running
+        assert len(server.engine.aborted) == 2
+        assert not server.engine.running
 
 
-async def test_chunks_pass_no_middleware(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_chunks_pass_no_middleware(server: ScriptedServer, monkeypatch: pytest.MonkeyPatch) -> None:
     passed: list[str] = []
     build = ServerErrorMiddleware.__call__
 
@@ -101,7 +101,7 @@ async def test_chunks_pass_no_middleware(bench: Bench, monkeypatch: pytest.Monke
 
     monkeypatch.setattr(ServerErrorMiddleware, "__call__", counting)
     headers = {"X-Request-Id": "mine"}
-    answer = await bench.client.post("/v1/completions", json={"prompt": "x", "stream": True}, headers=headers)
+    answer = await server.client.post("/v1/completions", json={"prompt": "x", "stream": True}, headers=headers)
     assert answer.text.count("data: ") > 10
     assert answer.headers["x-request-id"] == "mine"
     assert passed == ["http.response.start"]

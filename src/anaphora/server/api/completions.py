@@ -1,4 +1,4 @@
-"""POST /v1/completions: an answer in one piece, or as events."""
+"""POST /v1/completions: one JSON document, or a stream of events."""
 
 from __future__ import annotations
 
@@ -8,151 +8,164 @@ from typing import Any
 
 from starlette.responses import Response
 
-from anaphora.server.api import responses
-from anaphora.server.api.answers import Answer
+from anaphora.server.api import cache_explanations, response_parts
+from anaphora.server.api.prompt_run import PromptRun, finish_runs, prepare_runs, run_prompts
 from anaphora.server.api.protocol import CompletionRequest
+from anaphora.server.api.request_context import RequestContext
 from anaphora.server.api.stream import CompletionChunks, EventStream
-from anaphora.server.cache_api import explanations
-from anaphora.server.service import Call, Service, public_id
+from anaphora.server.api.stream_usage import UsageOptions
+from anaphora.server.http.json_responses import json_response
+from anaphora.server.service import Service
 from anaphora.text.output_processor import ChoiceDelta
 from anaphora.text.tokenizer import Tokenizer
 from anaphora.types.batch import TokenLogprobs
 from anaphora.types.outputs import CompletionOutput
 
 
-async def complete(service: Service, call: Call) -> Response | EventStream:
-    """The response to a call: a JSON document or an EventStream."""
-    body: CompletionRequest = call.request
+async def complete(service: Service, context: RequestContext) -> Response | EventStream:
+    """Answers a completion request: a JSON document or an EventStream."""
+    body: CompletionRequest = context.body
     envelope = {
-        "id": public_id(call, "cmpl"),
+        "id": context.public_id("cmpl"),
         "object": "text_completion",
-        "created": call.created,
+        "created": context.created,
         "model": service.model_name(body.model),
     }
-    answers = await service.answers(call)
-    form = Form(body, service.text.tokenizer)
+    runs = await prepare_runs(service, context)
+    choices = _ChoiceFormat(body, service.text.tokenizer)
     if body.stream:
-        events = _events(service, call, answers, form, envelope)
-        return EventStream(events, lambda: explanations.header(answers))
-    async with aclosing(service.run(call, answers)) as pieces:
-        async for _ in pieces:
-            pass
-    envelope |= await explanations.of_answers(service, call, answers)
-    return await service.in_thread(form.document, answers, envelope)
+        events = _CompletionEvents(service, context, runs, choices, envelope).stream()
+        return EventStream(events, lambda: cache_explanations.header(runs))
+    await finish_runs(service, context, runs)
+    envelope |= await cache_explanations.body_field(service, context, runs)
+    return await service.in_thread(choices.document, runs, envelope)
 
 
-class Form:
-    """How the choices of one call look."""
+class _ChoiceFormat:
+    """The JSON of a choice, as the body asks for it."""
 
     def __init__(self, body: CompletionRequest, tokenizer: Tokenizer) -> None:
         self.body = body
         self._tokenizer = tokenizer
 
-    def prompt_text(self, answer: Answer) -> str:
-        text = answer.prompt.text
-        return self._tokenizer.decode(answer.prompt.token_ids, False) if text is None else text
+    def document(self, runs: Sequence[PromptRun], envelope: dict[str, Any]) -> Response:
+        choices = [self._whole(run, choice) for run in runs for choice in run.choices]
+        document = envelope | {"choices": choices, "usage": response_parts.usage(runs)}
+        return json_response(document, headers=cache_explanations.header(runs))
 
-    def document(self, answers: Sequence[Answer], envelope: dict[str, Any]) -> Response:
-        choices = [self.whole(answer, choice) for answer in answers for choice in answer.choices]
-        document = envelope | {"choices": choices, "usage": responses.usage(answers)}
-        return responses.json_response(document, headers=explanations.header(answers))
+    def echo_chunk(self, run: PromptRun, choice: int) -> dict[str, Any]:
+        """Returns the first chunk of a choice that repeats its prompt."""
+        logprobs = self._logprobs(run.request.prompt_token_ids, self._prompt_entries(run))
+        return _chunk(choice, self._prompt_text(run), logprobs)
 
-    def whole(self, answer: Answer, choice: CompletionOutput) -> dict[str, Any]:
+    def detailed_chunk(self, delta: ChoiceDelta, offset: int) -> dict[str, Any]:
+        """Returns a chunk with log-probabilities or token ids; ``offset`` is where its text begins in the choice's."""
+        chunk = _chunk(delta.index, delta.text, self._logprobs(delta.token_ids, delta.logprobs or (), offset))
+        if self.body.return_token_ids:
+            chunk["token_ids"] = delta.token_ids
+        return chunk
+
+    def _whole(self, run: PromptRun, choice: CompletionOutput) -> dict[str, Any]:
         ids: list[int] = choice.token_ids
         text = choice.text
         token_ids: Sequence[int] = ids
         entries: Sequence[TokenLogprobs | None] = choice.logprobs or ()
         if self.body.echo:
-            text = self.prompt_text(answer) + text
-            token_ids = [*answer.request.prompt_token_ids, *ids]
-            entries = [*self._prompt_entries(answer), *entries]
-        formed: dict[str, Any] = {
+            text = self._prompt_text(run) + text
+            token_ids = [*run.request.prompt_token_ids, *ids]
+            entries = [*self._prompt_entries(run), *entries]
+        result: dict[str, Any] = {
             "index": choice.index,
             "text": text,
-            "logprobs": self.logprobs(token_ids, entries),
+            "logprobs": self._logprobs(token_ids, entries),
             "finish_reason": choice.finish_reason,
             "stop_reason": choice.stop_reason,
         }
         if self.body.prompt_logprobs is not None:
-            formed["prompt_logprobs"] = responses.prompt_logprobs(self._prompt_entries(answer), self._tokenizer)
+            result["prompt_logprobs"] = response_parts.prompt_logprobs(self._prompt_entries(run), self._tokenizer)
         if self.body.return_token_ids:
-            formed |= {"token_ids": ids, "prompt_token_ids": answer.request.prompt_token_ids}
-        return formed
+            result |= {"token_ids": ids, "prompt_token_ids": run.request.prompt_token_ids}
+        return result
 
-    def logprobs(
+    def _prompt_text(self, run: PromptRun) -> str:
+        text = run.prompt.text
+        return self._tokenizer.decode(run.prompt.token_ids, False) if text is None else text
+
+    def _prompt_entries(self, run: PromptRun) -> Sequence[TokenLogprobs | None]:
+        return (run.done.prompt_logprobs if run.done else None) or ()
+
+    def _logprobs(
         self, token_ids: Sequence[int], entries: Sequence[TokenLogprobs | None], offset: int = 0
     ) -> dict[str, Any] | None:
         if self.body.logprobs is None:
             return None
-        return responses.completion_logprobs(token_ids, entries, self._tokenizer, self.body.logprobs, offset)
-
-    def echoed(self, answer: Answer, choice: int) -> dict[str, Any]:
-        """The first chunk of a choice that repeats its prompt."""
-        entries = self._prompt_entries(answer)
-        logprobs = self.logprobs(answer.request.prompt_token_ids, entries)
-        return _chunk(choice, self.prompt_text(answer), logprobs)
-
-    def _prompt_entries(self, answer: Answer) -> Sequence[TokenLogprobs | None]:
-        return (answer.done.prompt_logprobs if answer.done else None) or ()
+        return response_parts.completion_logprobs(token_ids, entries, self._tokenizer, self.body.logprobs, offset)
 
 
 def _chunk(choice: int, text: str, logprobs: dict[str, Any] | None) -> dict[str, Any]:
     return {"index": choice, "text": text, "logprobs": logprobs, "finish_reason": None, "stop_reason": None}
 
 
-async def _events(
-    service: Service, call: Call, answers: Sequence[Answer], form: Form, envelope: dict[str, Any]
-) -> AsyncGenerator[bytes, None]:
-    body: CompletionRequest = call.request
-    options = body.stream_options
-    with_usage = options is not None and bool(options.include_usage)
-    continuous = with_usage and options is not None and bool(options.continuous_usage_stats)
-    plain = body.logprobs is None and not body.return_token_ids and not continuous
-    chunks = CompletionChunks(envelope)
-    offsets: dict[int, int] = {}
-    n = body.n or 1
+class _CompletionEvents:
+    """The events of one streamed completion."""
 
-    def full(choice: dict[str, Any]) -> bytes:
-        return chunks.full(choice, **({"usage": responses.usage(answers)} if continuous else {}))
+    def __init__(
+        self,
+        service: Service,
+        context: RequestContext,
+        runs: Sequence[PromptRun],
+        choices: _ChoiceFormat,
+        envelope: dict[str, Any],
+    ) -> None:
+        self._service = service
+        self._context = context
+        self._runs = runs
+        self._choices = choices
+        self._body: CompletionRequest = context.body
+        self._usage = UsageOptions.of(self._body)
+        self._chunks = CompletionChunks(envelope)
+        self._offsets: dict[int, int] = {}
 
-    async with aclosing(service.run(call, answers)) as pieces:
-        async for piece in pieces:
-            answer = answers[piece.index // n]
-            if piece.index not in offsets:
-                offsets[piece.index] = 0
-                if body.echo:
-                    chunk = await service.in_thread(form.echoed, answer, piece.index)
-                    offsets[piece.index] = _end(chunk)
-                    yield full(chunk)
-                if body.return_token_ids:
-                    ids = {"prompt_token_ids": answer.request.prompt_token_ids, "token_ids": []}
-                    yield full(_chunk(piece.index, "", None) | ids)
-            if plain:
-                if piece.text:
-                    yield chunks.text(piece.index, piece.text)
-            elif piece.text or piece.token_ids:
-                chunk = _rich(form, piece, offsets[piece.index])
-                offsets[piece.index] = _end(chunk) or offsets[piece.index]
-                yield full(chunk)
-            if piece.finish_reason is not None:
-                end = {"finish_reason": piece.finish_reason, "stop_reason": piece.stop_reason}
-                yield full(_chunk(piece.index, "", None) | end)
-    last = await explanations.of_answers(service, call, answers)
-    if with_usage:
-        last["usage"] = responses.usage(answers)
-    if last:
-        yield chunks.last(**last)
+    async def stream(self) -> AsyncGenerator[bytes, None]:
+        body, chunks, offsets = self._body, self._chunks, self._offsets
+        text_only = body.logprobs is None and not body.return_token_ids and not self._usage.in_every_chunk
+        async with aclosing(run_prompts(self._service, self._context, self._runs)) as deltas:
+            async for delta in deltas:
+                if delta.index not in offsets:
+                    for chunk in await self._first_chunks(delta.index):
+                        yield chunk
+                if text_only:
+                    if delta.text:
+                        yield chunks.text(delta.index, delta.text)
+                elif delta.text or delta.token_ids:
+                    detailed = self._choices.detailed_chunk(delta, offsets[delta.index])
+                    offsets[delta.index] = _text_end(detailed) or offsets[delta.index]
+                    yield self._full(detailed)
+                if delta.finish_reason is not None:
+                    end = {"finish_reason": delta.finish_reason, "stop_reason": delta.stop_reason}
+                    yield self._full(_chunk(delta.index, "", None) | end)
+        if last := await self._usage.last_fields(self._service, self._context, self._runs):
+            yield chunks.last(**last)
+
+    async def _first_chunks(self, choice: int) -> list[bytes]:
+        run = self._runs[choice // (self._body.n or 1)]
+        first: list[bytes] = []
+        self._offsets[choice] = 0
+        if self._body.echo:
+            chunk = await self._service.in_thread(self._choices.echo_chunk, run, choice)
+            self._offsets[choice] = _text_end(chunk)
+            first.append(self._full(chunk))
+        if self._body.return_token_ids:
+            ids = {"prompt_token_ids": run.request.prompt_token_ids, "token_ids": []}
+            first.append(self._full(_chunk(choice, "", None) | ids))
+        return first
+
+    def _full(self, choice: dict[str, Any]) -> bytes:
+        return self._chunks.full(choice, **self._usage.chunk_fields(self._runs))
 
 
-def _rich(form: Form, piece: ChoiceDelta, offset: int) -> dict[str, Any]:
-    chunk = _chunk(piece.index, piece.text, form.logprobs(piece.token_ids, piece.logprobs or (), offset))
-    if form.body.return_token_ids:
-        chunk["token_ids"] = piece.token_ids
-    return chunk
-
-
-def _end(chunk: dict[str, Any]) -> int:
-    """Where the text of the tokens in this chunk ends."""
+def _text_end(chunk: dict[str, Any]) -> int:
+    """Returns where the text of this chunk's tokens ends in the choice's text; 0 without log-probabilities."""
     logprobs = chunk["logprobs"]
     if not logprobs or not logprobs["text_offset"]:
         return 0

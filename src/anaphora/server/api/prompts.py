@@ -1,4 +1,4 @@
-"""From a checked body to token ids and engine requests. Runs in worker threads: nothing here waits or shares state."""
+"""Renders and encodes the prompts of a body. Runs in worker threads: nothing here blocks or shares state."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 from anaphora.errors import InvalidRequest
-from anaphora.server.api.protocol import ChatRequest, CompletionRequest, Generation, TokenizeRequest
+from anaphora.server.api.protocol import ChatRequest, CompletionRequest, GenerationRequest, TokenizeRequest
 from anaphora.text.chat_template import ChatTemplate
 from anaphora.text.tokenizer import Tokenizer
 from anaphora.types.outputs import EngineInfo
@@ -19,7 +19,7 @@ from anaphora.types.sampling import SamplingParams
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """``text`` is what the client gave or the template rendered; None where the client gave token ids."""
+    """A prompt. ``text`` is the client's or the rendered one; None if the client gave token ids or it was cut."""
 
     token_ids: tuple[int, ...]
     text: str | None = None
@@ -31,9 +31,10 @@ def chat_prompt(
     template: ChatTemplate | None,
     limit: int | None = None,
 ) -> Prompt:
-    """Render and encode a conversation of at most ``limit`` tokens.
+    """Renders and encodes a conversation. Encoding adds no special tokens unless asked: the template writes them.
 
-    The template writes its own special tokens, so encoding adds none.
+    Raises:
+        InvalidRequest: there is no template, it refuses the messages, or the prompt has more than ``limit`` tokens.
     """
     if template is None:
         raise InvalidRequest(
@@ -44,22 +45,24 @@ def chat_prompt(
 
 
 def template_options(request: ChatRequest | TokenizeRequest) -> dict[str, Any]:
-    """What ChatTemplate.render is told beside messages and tools."""
+    """Returns the arguments of ChatTemplate.render other than messages and tools."""
     kwargs: dict[str, Any] = dict(request.chat_template_kwargs or {})
     if isinstance(request, ChatRequest) and request.reasoning_effort is not None:
         kwargs["reasoning_effort"] = request.reasoning_effort
     return {
-        "add_generation_prompt": _generation_prompt(request),
+        "add_generation_prompt": _adds_generation_prompt(request),
         "continue_final_message": bool(request.continue_final_message),
         "kwargs": kwargs or None,
     }
 
 
-def beginning(request: ChatRequest, tokenizer: Tokenizer, template: ChatTemplate | None, limit: int | None) -> Prompt:
-    """What conversations that begin with these messages share.
+def shared_prefix(
+    request: ChatRequest, tokenizer: Tokenizer, template: ChatTemplate | None, limit: int | None
+) -> Prompt:
+    """Returns the longest prefix common to all conversations that begin with these messages.
 
-    Where the last message leaves the word to the user (a system text, an answer), that ends where the next user
-    message begins: as far as prompts with different ones are the same. Else it is the whole prompt.
+    If the user speaks next (after a system text or an answer), it ends where the text of the next user message begins,
+    which is found by rendering several. Otherwise it is the whole prompt. Raises InvalidRequest as chat_prompt does.
     """
     last = (request.messages or [{}])[-1].get("role")
     given = request.add_generation_prompt is not None or request.continue_final_message
@@ -67,23 +70,23 @@ def beginning(request: ChatRequest, tokenizer: Tokenizer, template: ChatTemplate
         return chat_prompt(request, tokenizer, template, limit)
     following = [
         msgspec.structs.replace(request, messages=[*request.messages, {"role": "user", "content": text}])
-        for text in _USERS
+        for text in _SAMPLE_USER_TEXTS
     ]
     prompts = [chat_prompt(body, tokenizer, template, limit) for body in following]
     columns = zip(*(prompt.token_ids for prompt in prompts), strict=False)
     shared = [column[0] for column in itertools.takewhile(lambda column: len(set(column)) == 1, columns)]
     if not shared:
         raise InvalidRequest(
-            "the chat template puts nothing before the user's message that conversations share", param="messages"
+            "the chat template writes nothing before the user's message that conversations share", param="messages"
         )
     return Prompt(tuple(shared))
 
 
-_USERS = ("a", "Z", "7", "\u4f60")
-"""Beginnings of different user messages: a letter, a capital, a digit, a character of another script."""
+_SAMPLE_USER_TEXTS = ("a", "Z", "7", "\u4f60")
+"""Texts that share no first character or token: a letter, a capital, a digit, a character of another script."""
 
 
-def _generation_prompt(request: ChatRequest | TokenizeRequest) -> bool:
+def _adds_generation_prompt(request: ChatRequest | TokenizeRequest) -> bool:
     if request.add_generation_prompt is None:
         return not request.continue_final_message
     return request.add_generation_prompt
@@ -92,12 +95,20 @@ def _generation_prompt(request: ChatRequest | TokenizeRequest) -> bool:
 def encode(
     text: str, tokenizer: Tokenizer, *, add_special_tokens: bool, limit: int | None = None, where: str = "prompt"
 ) -> Prompt:
-    """Token ids of a text. Beyond ``limit`` tokens InvalidRequest, and then not all of a long text is encoded.
+    """Encodes a text.
 
-    ``where`` is the field that the error names.
+    Args:
+        text: any length.
+        tokenizer: the model's.
+        add_special_tokens: add the tokenizer's BOS and the like.
+        limit: maximum tokens; a much longer text is refused before all of it is encoded.
+        where: the field that the error names.
+
+    Raises:
+        InvalidRequest: the text is over the limit.
     """
     if limit is not None:
-        size = _CHARACTERS_A_TOKEN * limit
+        size = _CHARS_PER_TOKEN * limit
         while size < len(text):
             if len(tokenizer.encode(text[:size], add_special_tokens=False)) > limit + _EDGE_TOKENS:
                 raise InvalidRequest(
@@ -109,13 +120,14 @@ def encode(
     return Prompt(tuple(tokenizer.encode(text, add_special_tokens=add_special_tokens)), text)
 
 
-_CHARACTERS_A_TOKEN = 16
-"""A text with more characters than this for each token of the window is too long in all likelihood."""
+_CHARS_PER_TOKEN = 16
+"""A text with more characters per token of the window is almost certainly too long."""
 _EDGE_TOKENS = 64
-"""The end of a cut text may have more tokens than it has in the whole one."""
+"""The end of a cut text may be encoded to more tokens than in the whole text."""
 
 
 def completion_prompts(request: CompletionRequest, tokenizer: Tokenizer, limit: int) -> list[Prompt]:
+    """Encodes the prompts of a completion body; raises InvalidRequest if one has more than ``limit`` tokens."""
     special = request.add_special_tokens is not False
     most = limit if request.truncate_prompt_tokens is None else None
     return [
@@ -126,16 +138,17 @@ def completion_prompts(request: CompletionRequest, tokenizer: Tokenizer, limit: 
     ]
 
 
-def fit(prompt: Prompt, sampling: SamplingParams, request: Generation, info: EngineInfo) -> tuple[Prompt, int]:
-    """The prompt cut as asked, and the tokens that its answer may have.
+def fit(prompt: Prompt, sampling: SamplingParams, request: GenerationRequest, info: EngineInfo) -> tuple[Prompt, int]:
+    """Returns the prompt, truncated if the request asks for it, and the maximum number of tokens of its answer.
 
-    InvalidRequest as by ``usable``, and where the prompt is longer than the window with ``max_tokens`` as the request
-    gives it; a ``max_tokens`` that the request does not give is cut to the room left.
+    Raises:
+        InvalidRequest: as ``truncated``; or prompt and the request's ``max_tokens`` exceed the window. A ``max_tokens``
+            from the defaults is reduced to what is left instead.
     """
     explicit = request.max_tokens
     if isinstance(request, ChatRequest) and request.max_completion_tokens is not None:
         explicit = request.max_completion_tokens
-    prompt = usable(prompt, request, info, explicit or 1)
+    prompt = truncated(prompt, request, info, explicit or 1)
     limit, length = info.max_model_len, len(prompt.token_ids)
     room = limit - length
     if explicit is not None and explicit > room:
@@ -147,10 +160,11 @@ def fit(prompt: Prompt, sampling: SamplingParams, request: Generation, info: Eng
     return prompt, room if sampling.max_tokens is None else min(sampling.max_tokens, room)
 
 
-def usable(prompt: Prompt, request: Generation, info: EngineInfo, answer: int = 1) -> Prompt:
-    """The prompt cut as asked (-1 leaves room for ``answer`` tokens).
+def truncated(prompt: Prompt, request: GenerationRequest, info: EngineInfo, answer_tokens: int = 1) -> Prompt:
+    """Returns the prompt, truncated if the request asks for it (-1 leaves room for ``answer_tokens``).
 
-    InvalidRequest where it is empty, holds ids beyond the vocabulary, or leaves no room for a token.
+    Raises:
+        InvalidRequest: it is empty, has ids outside the vocabulary, or leaves no room for a token.
     """
     where = "messages" if isinstance(request, ChatRequest) else "prompt"
     limit = info.max_model_len
@@ -160,9 +174,9 @@ def usable(prompt: Prompt, request: Generation, info: EngineInfo, answer: int = 
             raise InvalidRequest(
                 f"truncate_prompt_tokens must be at most {limit}, got {keep}", param="truncate_prompt_tokens"
             )
-        keep = max(1, limit - answer) if keep == -1 else keep
+        keep = max(1, limit - answer_tokens) if keep == -1 else keep
         if len(prompt.token_ids) > keep:
-            prompt = Prompt(_cut(prompt.token_ids, keep, request.truncation_side or "left"))
+            prompt = Prompt(_cut_ids(prompt.token_ids, keep, request.truncation_side or "left"))
     ids = prompt.token_ids
     if not ids:
         raise InvalidRequest("the prompt is empty: it must hold at least one token", param=where)
@@ -176,12 +190,13 @@ def usable(prompt: Prompt, request: Generation, info: EngineInfo, answer: int = 
     return prompt
 
 
-def _cut(ids: tuple[int, ...], keep: int, side: str) -> tuple[int, ...]:
-    """``side`` is the side that is cut off."""
+def _cut_ids(ids: tuple[int, ...], keep: int, side: str) -> tuple[int, ...]:
+    """Keeps ``keep`` ids; ``side`` is the side that is cut off."""
     return ids[len(ids) - keep :] if side == "left" else ids[:keep]
 
 
 def check_ids(ids: Sequence[int], vocab_size: int, param: str) -> None:
+    """Raises InvalidRequest, naming ``param``, if an id is outside the vocabulary. ``ids`` must not be empty."""
     low, high = min(ids), max(ids)
     if low < 0 or high >= vocab_size:
         raise InvalidRequest(

@@ -1,25 +1,13 @@
-"""Request bodies of the API: what each field may hold, and what is refused by name.
-
-A body is decoded strictly. Fields that this server has are checked by type here and by range in SamplingParams;
-fields of OpenAI's or vLLM's that would change the answer and that it lacks are refused unless they hold the value that
-changes nothing; fields that nobody knows are ignored and named in the debug log, as vLLM does.
-"""
+"""Request bodies of the API: the fields of each and their checks. SamplingParams checks the ranges of its fields."""
 
 from __future__ import annotations
 
-import difflib
-import logging
-import math
-import re
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar
 
 import msgspec
 
 from anaphora.errors import InvalidRequest
 from anaphora.types.request import MAX_SALT_LENGTH
-from anaphora.types.sampling import SamplingParams
-
-logger = logging.getLogger("anaphora.server")
 
 MAX_PROMPTS = 1024
 MAX_TOTAL_CHOICES = 4096
@@ -27,24 +15,27 @@ MAX_TEMPLATE_KWARGS = 64
 MAX_TEMPLATE_KWARGS_BYTES = 16 * 1024
 MAX_REQUEST_ID_LENGTH = 256
 
-T = TypeVar("T", bound="Body")
-
 
 class StreamOptions(msgspec.Struct):
+    """``stream_options`` of OpenAI and vLLM."""
+
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
 
 
 class Body(msgspec.Struct, kw_only=True):
-    """What every request may hold. None is the same as leaving it out. ``strict``: unknown fields are refused."""
+    """Base of all bodies. None means the same as an absent field. ``strict``: unknown fields are refused."""
 
     strict: ClassVar[bool] = False
 
     model: str | None = None
 
+    def check(self) -> None:
+        """Raises InvalidRequest for values that the field types do not exclude."""
 
-class Generation(Body, kw_only=True):
-    """Fields of chat and text completions alike. Names and meaning are OpenAI's and vLLM's."""
+
+class GenerationRequest(Body, kw_only=True):
+    """Fields of both chat and text completions. Names and meaning are OpenAI's and vLLM's."""
 
     n: int | None = None
     temperature: float | None = None
@@ -88,15 +79,15 @@ class Generation(Body, kw_only=True):
         if self.stream_options is not None and not self.stream:
             raise InvalidRequest("stream_options needs stream to be true", param="stream_options")
         if self.stream and self.prompt_logprobs is not None:
-            raise InvalidRequest("prompt_logprobs cannot be had with stream", param="prompt_logprobs")
+            raise InvalidRequest("prompt_logprobs is not supported with stream", param="prompt_logprobs")
         if self.truncate_prompt_tokens is not None and self.truncate_prompt_tokens < -1:
             raise InvalidRequest("truncate_prompt_tokens must be at least -1", param="truncate_prompt_tokens")
         if self.truncation_side not in (None, "left", "right"):
             raise InvalidRequest("truncation_side must be left or right", param="truncation_side")
 
 
-class ChatRequest(Generation, kw_only=True):
-    """POST /v1/chat/completions. ``messages`` go to the chat template as they are."""
+class ChatRequest(GenerationRequest, kw_only=True):
+    """POST /v1/chat/completions. ``messages`` are passed to the chat template unchanged."""
 
     messages: list[dict[str, Any]]
     logprobs: bool | None = None
@@ -116,7 +107,7 @@ class ChatRequest(Generation, kw_only=True):
         check_conversation(self)
         if self.tool_choice not in (None, "auto", "none"):
             raise InvalidRequest(
-                f"tool_choice {self.tool_choice!r:.80} needs guided decoding, which this server does not have; "
+                f"tool_choice {self.tool_choice!r:.80} needs guided decoding, which this server does not support; "
                 "use auto or none",
                 param="tool_choice",
             )
@@ -126,7 +117,7 @@ class ChatRequest(Generation, kw_only=True):
             raise InvalidRequest("echo is for /v1/completions", param="echo")
 
 
-class CompletionRequest(Generation, kw_only=True):
+class CompletionRequest(GenerationRequest, kw_only=True):
     """POST /v1/completions. ``prompt``: text, a list of texts, token ids, or a list of lists of token ids."""
 
     prompt: str | list[str | int | list[int]]
@@ -144,7 +135,7 @@ class CompletionRequest(Generation, kw_only=True):
             raise InvalidRequest(f"prompts times n must be at most {MAX_TOTAL_CHOICES}", param="n")
 
     def prompts(self) -> list[str | list[int]]:
-        """The prompts one by one."""
+        """Returns the prompts as a list. Raises InvalidRequest for mixed or too many prompts."""
         given = self.prompt
         if isinstance(given, str):
             return [given]
@@ -160,19 +151,19 @@ class CompletionRequest(Generation, kw_only=True):
 
 
 class ChatPrefix(ChatRequest, kw_only=True):
-    """A chat body as the routes under /v1/cache take it: its prompt counts, what it says of the answer does not."""
+    """A chat body for the routes under /v1/cache: only its prompt is used. The fields about the answer are ignored."""
 
     strict: ClassVar[bool] = True
 
 
-class TextPrefix(CompletionRequest, kw_only=True):
+class CompletionPrefix(CompletionRequest, kw_only=True):
     """The same for a completion body."""
 
     strict: ClassVar[bool] = True
 
 
-class PinId(Body, kw_only=True):
-    """POST /v1/cache/unpin by name: the id or ids that pinning gave."""
+class PinIds(Body, kw_only=True):
+    """POST /v1/cache/unpin by id: one id or a list, as POST /v1/cache/pin returned them."""
 
     strict: ClassVar[bool] = True
 
@@ -207,12 +198,9 @@ class DetokenizeRequest(Body, kw_only=True):
 
     tokens: list[int]
 
-    def check(self) -> None:
-        pass
-
 
 def check_conversation(request: ChatRequest | TokenizeRequest) -> None:
-    """The shape that every template may rely on: messages with a role, and text wherever there is content."""
+    """Checks what chat templates rely on: messages have a role, and their content is text. Raises InvalidRequest."""
     if not request.messages:
         raise InvalidRequest("messages must hold at least one message", param="messages")
     for index, message in enumerate(request.messages):
@@ -246,153 +234,3 @@ def check_conversation(request: ChatRequest | TokenizeRequest) -> None:
 
 
 _TEMPLATE_NAMES = {"messages", "tools", "add_generation_prompt", "continue_final_message", "chat_template", "tokenize"}
-
-_GUIDED = "it needs guided decoding, which this server does not have"
-_ABSENT = "this server does not have it"
-_TEXT_FORMAT = ({"type": "text"},)
-
-# Fields that would change the answer, the values besides null that change nothing, and why any other is refused.
-REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
-    "response_format": (_TEXT_FORMAT, _GUIDED),
-    "structured_outputs": ((), _GUIDED),
-    "guided_json": ((), _GUIDED),
-    "guided_regex": ((), _GUIDED),
-    "guided_choice": ((), _GUIDED),
-    "guided_grammar": ((), _GUIDED),
-    "functions": (([],), "it is OpenAI's former name for tools; use tools"),
-    "function_call": (("none", "auto"), "it is OpenAI's former name for tool_choice; use tool_choice"),
-    "suffix": (("",), "the model fills in no middle"),
-    "prompt_embeds": ((), _ABSENT),
-    "bad_words": (([],), _ABSENT),
-    "use_beam_search": ((False,), _ABSENT),
-    "length_penalty": ((1.0,), "it belongs to beam search"),
-    "logprob_token_ids": (([],), _ABSENT),
-    "token_ids_logprob": (([],), _ABSENT),
-    "spaces_between_special_tokens": ((True,), _ABSENT),
-    "repetition_detection": ((), _ABSENT),
-    "thinking_token_budget": ((), _ABSENT),
-    "watermarking": ((False,), _ABSENT),
-    "documents": (([],), _ABSENT),
-    "chat_template": ((), "a template from a client is a program; the server's own is set by --chat-template"),
-    "audio": ((), _ABSENT),
-    "modalities": ((["text"],), _ABSENT),
-    "prediction": ((), _ABSENT),
-    "web_search_options": ((), _ABSENT),
-    "mm_processor_kwargs": (({},), _ABSENT),
-    "media_io_kwargs": (({},), _ABSENT),
-    "mm_payload": ((), _ABSENT),
-    "return_mm_kwargs": ((False,), _ABSENT),
-    "return_tokens_as_token_ids": ((False,), _ABSENT),
-    "return_token_offsets": ((False,), _ABSENT),
-    "return_prompt_text": ((False,), _ABSENT),
-    "routed_experts_prompt_start": ((), _ABSENT),
-    "kv_transfer_params": ((), _ABSENT),
-    "ec_transfer_params": ((), _ABSENT),
-    "vllm_xargs": (({},), _ABSENT),
-}
-
-# Fields that say something about a request without changing its answer.
-_WITHOUT_EFFECT = {
-    *("user", "metadata", "store", "priority", "session_id", "service_tier", "safety_identifier"),
-    *("prompt_cache_key", "prompt_cache_retention", "stream_interval", "include_reasoning", "verbosity"),
-}
-
-
-def parse(body: bytes, *kinds: type[T]) -> tuple[T, dict[str, Any]]:
-    """The checked request and the body as plain values; InvalidRequest names the field that is wrong.
-
-    Of several kinds it is the one whose required field is there: ``messages``, ``prompt`` and so on.
-    """
-    try:
-        plain = msgspec.json.decode(body)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        # Covers NaN and Infinity too: JSON has no such numbers.
-        raise InvalidRequest(f"the body is no valid JSON: {error}") from None
-    if not isinstance(plain, dict):
-        raise InvalidRequest("the body must be a JSON object")
-    kind = _kind(plain, kinds)
-    for name in plain.keys() & REFUSED.keys():
-        allowed, why = REFUSED[name]
-        if plain[name] is not None and plain[name] not in allowed:
-            raise InvalidRequest(f"{name} is not supported: {why}", param=name)
-    try:
-        request = msgspec.convert(plain, kind)
-    except msgspec.ValidationError as error:
-        raise _explain(error) from None
-    request.check()  # type: ignore[attr-defined]
-    if kind.strict or logger.isEnabledFor(logging.DEBUG):
-        known = {field.name for field in msgspec.structs.fields(kind)} | REFUSED.keys() | _WITHOUT_EFFECT
-        unknown = sorted(plain.keys() - known)
-        if unknown and kind.strict:
-            close = difflib.get_close_matches(unknown[0], known, n=1)
-            hint = f"; did you mean {close[0]}?" if close else ""
-            raise InvalidRequest(f"there is no field {unknown[0]!r:.80}{hint}", param=unknown[0][:80])
-        if unknown:
-            logger.debug("ignored unknown fields: %.200s", ", ".join(map(repr, unknown)))
-    return request, plain
-
-
-def _kind(plain: dict[str, Any], kinds: tuple[type[T], ...]) -> type[T]:
-    if len(kinds) == 1:
-        return kinds[0]
-    marks = {field.name: kind for kind in kinds for field in msgspec.structs.fields(kind) if field.required}
-    given = [name for name in marks if plain.get(name) is not None]
-    if len(given) != 1:
-        raise InvalidRequest(f"the body must hold one of {', '.join(marks)}, it has {' and '.join(given) or 'none'}")
-    return marks[given[0]]
-
-
-def _explain(error: msgspec.ValidationError) -> InvalidRequest:
-    """msgspec says "… - at `$.field`" or "Object missing required field `field`"; the API names the field."""
-    text = str(error)
-    if missing := re.match(r"Object missing required field `(\w+)`$", text):
-        return InvalidRequest(f"{missing[1]} is required", param=missing[1])
-    if not (at := re.search(r" - at `\$\.?(.*)`$", text)):
-        return InvalidRequest(text)
-    reason = text[: at.start()]
-    return InvalidRequest(f"{at[1]}: {reason[0].lower()}{reason[1:]}", param=at[1].replace("[...]", ""))
-
-
-def sampling_params(request: ChatRequest | CompletionRequest, defaults: dict[str, Any]) -> SamplingParams:
-    """What the request says over the model's own ``defaults``; ``max_tokens`` stays None where neither says it."""
-    given: dict[str, Any] = {name: getattr(request, name) for name in _SAMPLING}
-    given["stop"] = [request.stop] if isinstance(request.stop, str) else request.stop
-    given["logit_bias"] = _token_biases(request.logit_bias)
-    if isinstance(request, ChatRequest):
-        if request.max_completion_tokens is not None:
-            given["max_tokens"] = request.max_completion_tokens
-        if request.top_logprobs is not None and request.top_logprobs < 0:
-            raise InvalidRequest("top_logprobs must be at least 0", param="top_logprobs")
-        given["logprobs"] = (request.top_logprobs or 0) if request.logprobs else None
-        defaults = {"max_tokens": None} | defaults
-    else:
-        given["logprobs"] = request.logprobs
-        if request.echo and request.logprobs is not None and request.prompt_logprobs is None:
-            given["prompt_logprobs"] = request.logprobs
-    scores_only = isinstance(request, CompletionRequest) and bool(request.echo)
-    if given["max_tokens"] == 0 and not scores_only:
-        raise InvalidRequest("max_tokens must be at least 1 (0 only with echo in /v1/completions)", param="max_tokens")
-    try:
-        return SamplingParams(**defaults | {name: value for name, value in given.items() if value is not None})
-    except InvalidRequest as error:
-        if isinstance(request, ChatRequest) and error.param == "logprobs":
-            raise InvalidRequest(f"top_{error.message}", param="top_logprobs") from None
-        raise
-
-
-_SAMPLING = (
-    *("n", "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty"),
-    *("allowed_token_ids", "seed", "stop_token_ids", "include_stop_str_in_output", "skip_special_tokens"),
-    *("ignore_eos", "min_tokens", "max_tokens", "prompt_logprobs"),
-)
-
-
-def _token_biases(biases: dict[str, float] | None) -> dict[int, float] | None:
-    if biases is None:
-        return None
-    for key, bias in biases.items():
-        if not re.fullmatch(r"\d{1,10}", key, re.ASCII):
-            raise InvalidRequest(f"logit_bias takes token ids as keys, got {key!r:.40}", param="logit_bias")
-        if not math.isfinite(bias):
-            raise InvalidRequest(f"logit_bias of {key} must be a finite number", param="logit_bias")
-    return {int(key): bias for key, bias in biases.items()}

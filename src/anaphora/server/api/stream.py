@@ -1,7 +1,7 @@
-"""Server-sent events: what a streamed answer looks like on the wire.
+"""Server-sent events of a streamed response.
 
-A chunk is three pieces of bytes: a head made once for each choice, the JSON text of the delta, and a constant tail.
-Only chunks that carry more (log-probabilities, token ids, the end) are built field by field.
+A chunk with only text is joined from three byte strings: a prefix built once for each choice, the text as JSON, and a
+constant suffix. Chunks with more fields (log-probabilities, token ids, the finish reason) are encoded as a whole.
 """
 
 from __future__ import annotations
@@ -15,12 +15,10 @@ import msgspec
 from starlette.types import Receive, Scope, Send
 
 from anaphora.errors import AnaphoraError
-from anaphora.server.api.responses import error_body
+from anaphora.server.http.asgi import DIRECT_SEND
+from anaphora.server.http.json_responses import error_body
 
 logger = logging.getLogger("anaphora.server")
-
-STRAIGHT = "anaphora.send"
-"""In the scope: the server's own ``send``. The chunks of a stream take it, past the application's middleware."""
 
 DONE = b"data: [DONE]\n\n"
 _HEADERS = [
@@ -33,30 +31,31 @@ _encode = msgspec.json.Encoder().encode
 
 
 def event(value: Any) -> bytes:
+    """Returns one server-sent event with ``value`` as JSON."""
     return b"data: " + _encode(value) + b"\n\n"
 
 
 class Chunks:
-    """Encodes the chunks of one answer. ``envelope`` is id, object, created and model."""
+    """Encodes the chunks of one response. ``envelope`` has its id, object, created and model."""
 
     def __init__(self, envelope: dict[str, Any]) -> None:
         self._envelope = envelope
-        self._open = b"data: " + _encode(envelope)[:-1] + b',"choices":[{"index":'
-        self._heads: dict[int, bytes] = {}
+        self._start = b"data: " + _encode(envelope)[:-1] + b',"choices":[{"index":'
+        self._prefixes: dict[int, bytes] = {}
 
     def text(self, choice: int, text: str) -> bytes:
-        """The usual chunk: nothing but text."""
-        head = self._heads.get(choice)
-        if head is None:
-            head = self._heads[choice] = self._open + b"%d," % choice + self.before_text
-        return head + _encode(text) + self.after_text
+        """Returns the usual chunk: text only."""
+        prefix = self._prefixes.get(choice)
+        if prefix is None:
+            prefix = self._prefixes[choice] = self._start + b"%d," % choice + self.before_text
+        return prefix + _encode(text) + self.after_text
 
     def full(self, choice: dict[str, Any], **top: Any) -> bytes:
-        """A chunk of one choice with any fields, and fields beside ``choices``."""
+        """Returns a chunk of one choice with any fields; ``top`` are fields next to ``choices``."""
         return event(self._envelope | {"choices": [choice]} | top)
 
     def last(self, **top: Any) -> bytes:
-        """The last chunk, where the client asked for it: no choice, but the usage of all, or what else is asked for."""
+        """Returns the chunk after the last choice: no choices, and the fields in ``top``."""
         return event(self._envelope | {"choices": []} | top)
 
     before_text: bytes
@@ -74,8 +73,11 @@ class CompletionChunks(Chunks):
 
 
 class EventStream:
-    """An ASGI response. The status is sent with the first event, so an error before it gets a status of its own; one
-    after it becomes an event, and the stream still ends in [DONE]. ``headers`` are asked for with the first event."""
+    """An ASGI response that sends events as they come and then [DONE].
+
+    The status and ``headers()`` are sent with the first event: an error before it has its own HTTP status, a later one
+    becomes an event.
+    """
 
     def __init__(self, events: AsyncGenerator[bytes, None], headers: Callable[[], dict[str, str]] = dict) -> None:
         self._events = events
@@ -86,7 +88,7 @@ class EventStream:
             chunk = await anext(events, DONE)
             headers = [*_HEADERS, *((name.encode(), value.encode()) for name, value in self._more_headers().items())]
             await send({"type": "http.response.start", "status": 200, "headers": headers})
-            send = scope.get(STRAIGHT, send)
+            send = scope.get(DIRECT_SEND, send)
             try:
                 while chunk is not DONE:
                     await send({"type": "http.response.body", "body": chunk, "more_body": True})

@@ -1,6 +1,6 @@
-"""The routes under /v1/cache about beginnings of prompts: compute them, keep them, list what is shared.
+"""Routes under /v1/cache for prefixes of prompts: compute them, pin them, list the shared ones.
 
-A beginning is named by a request body: its prompt counts, what it says of the answer does not.
+A prefix is given as a request body, of which only the prompt is used.
 """
 
 from __future__ import annotations
@@ -16,10 +16,13 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from anaphora.errors import AnaphoraError, InvalidRequest, NotFound
-from anaphora.server.api import prompts, responses
-from anaphora.server.api.answers import Answer
-from anaphora.server.api.protocol import ChatPrefix, PinId, TextPrefix
-from anaphora.server.service import Call, Service, internal_id
+from anaphora.server.api import prompts
+from anaphora.server.api.prompt_run import PromptRun, finish_runs
+from anaphora.server.api.protocol import ChatPrefix, CompletionPrefix, PinIds
+from anaphora.server.api.request_context import RequestContext
+from anaphora.server.api.response_parts import usage
+from anaphora.server.http.json_responses import json_response
+from anaphora.server.service import Service
 from anaphora.text.tokenizer import Tokenizer
 from anaphora.types.reports import PinReport, Prefix, PrefixList
 from anaphora.types.request import MAX_SALT_LENGTH, Request
@@ -31,90 +34,94 @@ SALT_HEADER = "X-Cache-Salt"
 _COMPUTE_ONLY = SamplingParams(max_tokens=0, temperature=0)
 
 
-async def warm(service: Service, call: Call) -> Response:
-    """Compute the beginnings; they stay like any prompt, until they are evicted."""
-    answers = await compute(service, call, await requests(service, call))
+async def warm(service: Service, context: RequestContext) -> Response:
+    """POST /v1/cache/warm: computes the prefixes. They stay in the cache like any prompt, until they are evicted."""
+    runs = await compute(service, context, await prefix_requests(service, context))
     data = [
-        {"index": index, "object": "cache.prefix", **_lengths(answer.request, answer.cached_tokens)}
-        for index, answer in enumerate(answers)
+        {
+            "index": index,
+            "object": "cache.prefix",
+            "tokens": len(run.request.prompt_token_ids),
+            "cached_tokens": run.cached_tokens,
+        }
+        for index, run in enumerate(runs)
     ]
-    return responses.json_response({"object": "list", "data": data, "usage": responses.usage(answers)})
+    return json_response({"object": "list", "data": data, "usage": usage(runs)})
 
 
-async def pin(service: Service, call: Call) -> Response:
-    """Compute the beginnings and keep them."""
-    reports = await keep(service, call)
-    return responses.json_response(
-        {"object": "list", "data": [_kept(report) | {"new": report.new} for report in reports]}
-    )
+async def pin(service: Service, context: RequestContext) -> Response:
+    """POST /v1/cache/pin: computes the prefixes and pins them."""
+    reports = await compute_and_pin(service, context)
+    return json_response({"object": "list", "data": [_pin_json(report) | {"new": report.new} for report in reports]})
 
 
-async def unpin(service: Service, call: Call) -> Response:
-    """Keep the beginnings no longer. NotFound, and nothing done, where one is not pinned."""
-    body: ChatPrefix | TextPrefix | PinId = call.request
-    if isinstance(body, PinId):
-        gone = await service.engine.unpin(ids=[body.id] if isinstance(body.id, str) else body.id)
+async def unpin(service: Service, context: RequestContext) -> Response:
+    """POST /v1/cache/unpin. If one of the prefixes is not pinned, raises NotFound and unpins none."""
+    body: ChatPrefix | CompletionPrefix | PinIds = context.body
+    if isinstance(body, PinIds):
+        unpinned = await service.engine.unpin(ids=[body.id] if isinstance(body.id, str) else body.id)
     else:
-        gone = await service.engine.unpin(list(map(_prefix, await requests(service, call))))
-    service.firm_pins.difference_update(report.id for report in gone)
-    return responses.json_response({"object": "list", "data": list(map(_kept, gone))})
+        unpinned = await service.engine.unpin(list(map(_prefix, await prefix_requests(service, context))))
+    service.completed_pins.difference_update(report.id for report in unpinned)
+    return json_response({"object": "list", "data": list(map(_pin_json, unpinned))})
 
 
-async def requests(service: Service, call: Call) -> list[Request]:
-    """The beginnings that a body names, as requests that compute them and generate nothing."""
-    return await service.in_thread(_requests, service, call)
+async def prefix_requests(service: Service, context: RequestContext) -> list[Request]:
+    """Returns requests that compute the prefixes of a body and generate nothing. Raises InvalidRequest."""
+    return await service.in_thread(_prefix_requests, service, context)
 
 
-def _requests(service: Service, call: Call) -> list[Request]:
-    body: ChatPrefix | TextPrefix = call.request
+def _prefix_requests(service: Service, context: RequestContext) -> list[Request]:
+    body: ChatPrefix | CompletionPrefix = context.body
     tokenizer, info = service.text.tokenizer, service.info
     if isinstance(body, ChatPrefix):
         limit = info.max_model_len if body.truncate_prompt_tokens is None else None
-        given = [prompts.beginning(body, tokenizer, service.text.template, limit)]
+        given = [prompts.shared_prefix(body, tokenizer, service.text.template, limit)]
     else:
         given = prompts.completion_prompts(body, tokenizer, info.max_model_len)
-    usable = [prompts.usable(prompt, body, info) for prompt in given]
+    fitting = [prompts.truncated(prompt, body, info) for prompt in given]
     return [
-        Request(f"{internal_id(call)}-{i}", prompt.token_ids, _COMPUTE_ONLY, call.arrival, cache_salt=body.cache_salt)
-        for i, prompt in enumerate(usable)
+        Request(
+            f"{context.engine_id}-{i}", prompt.token_ids, _COMPUTE_ONLY, context.arrival, cache_salt=body.cache_salt
+        )
+        for i, prompt in enumerate(fitting)
     ]
 
 
-async def compute(service: Service, call: Call, wanted: Sequence[Request]) -> list[Answer]:
-    """Run the requests to their end."""
-    answers = [Answer(request, prompts.Prompt(request.prompt_token_ids), service.text.tokenizer) for request in wanted]
-    if answers:
-        async with contextlib.aclosing(service.run(call, answers)) as pieces:
-            async for _ in pieces:
-                pass
-    return answers
+async def compute(service: Service, context: RequestContext, requests: Sequence[Request]) -> list[PromptRun]:
+    """Runs the requests to their end and returns them."""
+    tokenizer = service.text.tokenizer
+    runs = [PromptRun(request, prompts.Prompt(request.prompt_token_ids), tokenizer) for request in requests]
+    if runs:
+        await finish_runs(service, context, runs)
+    return runs
 
 
-async def keep(service: Service, call: Call) -> tuple[PinReport, ...]:
-    """Pin the beginnings of a call and compute what is missing. If that fails none is pinned that was not before."""
-    wanted = await requests(service, call)
-    prefixes = list(map(_prefix, wanted))
+async def compute_and_pin(service: Service, context: RequestContext) -> tuple[PinReport, ...]:
+    """Pins the prefixes of a body, then computes what is missing. If that fails, no new pin stays."""
+    requests = await prefix_requests(service, context)
+    prefixes = list(map(_prefix, requests))
     pinning = asyncio.ensure_future(service.engine.pin(prefixes))
     try:
         before = await asyncio.shield(pinning)
-        missing = [r for r, report in zip(wanted, before, strict=True) if report.kept_tokens < report.tokens]
-        await compute(service, call, missing)
+        missing = [r for r, report in zip(requests, before, strict=True) if report.kept_tokens < report.tokens]
+        await compute(service, context, missing)
         after = await service.engine.pin(prefixes)
     except BaseException:
-        await asyncio.shield(_undo(service, pinning))
+        await asyncio.shield(_unpin_new(service, pinning))
         raise
-    service.firm_pins.update(report.id for report in after)
+    service.completed_pins.update(report.id for report in after)
     return tuple(
         PinReport(now.id, now.tokens, now.kept_tokens, then.new) for then, now in zip(before, after, strict=True)
     )
 
 
-async def _undo(service: Service, pinning: asyncio.Future[tuple[PinReport, ...]]) -> None:
-    """Unpin what was pinned anew, but for what another call has completed meanwhile."""
-    with contextlib.suppress(AnaphoraError):  # it was refused, or the engine is gone
+async def _unpin_new(service: Service, pinning: asyncio.Future[tuple[PinReport, ...]]) -> None:
+    """Removes the new pins, except those that another request has completed meanwhile."""
+    with contextlib.suppress(AnaphoraError):  # pinning was refused, or the engine is gone
         for report in await pinning:
-            if report.new and report.id not in service.firm_pins:
-                with contextlib.suppress(NotFound):  # another has unpinned it
+            if report.new and report.id not in service.completed_pins:
+                with contextlib.suppress(NotFound):  # another request has unpinned it
                     await service.engine.unpin(ids=[report.id])
 
 
@@ -122,11 +129,7 @@ def _prefix(request: Request) -> Prefix:
     return Prefix(request.prompt_token_ids, request.cache_salt)
 
 
-def _lengths(request: Request, cached: int) -> dict[str, int]:
-    return {"tokens": len(request.prompt_token_ids), "cached_tokens": cached}
-
-
-def _kept(report: PinReport) -> dict[str, Any]:
+def _pin_json(report: PinReport) -> dict[str, Any]:
     return {
         "id": report.id,
         "object": "cache.pin",
@@ -138,17 +141,17 @@ def _kept(report: PinReport) -> dict[str, Any]:
 # --- the list -------------------------------------------------------------------------------------------------------
 
 
-async def listing(service: Service, http: HttpRequest) -> Response:
-    """What prompts under the caller's salt share and what that saved, and what is pinned under it."""
+async def list_prefixes(service: Service, http: HttpRequest) -> Response:
+    """GET /v1/cache/prefixes: the shared prefixes under the caller's salt, what they saved, and the pins."""
     limit, salt = _limit(http), _salt(http)
     found = await service.engine.list_prefixes(salt, limit)
-    return responses.json_response(await service.aside(_list, found, service.text.tokenizer, time.time()))
+    return json_response(await service.in_background_thread(_list_json, found, service.text.tokenizer, time.time()))
 
 
 def _limit(http: HttpRequest) -> int:
     for name in http.query_params:
         if name == "cache_salt":
-            raise InvalidRequest(f"send the salt as the header {SALT_HEADER}: addresses get into logs", param=name)
+            raise InvalidRequest(f"send the salt as the header {SALT_HEADER}: URLs are written to logs", param=name)
         if name != "limit":
             raise InvalidRequest(f"there is no parameter {name!r:.80}; there is limit", param=name[:80])
     text = http.query_params.get("limit", str(DEFAULT_LIMIT))
@@ -158,7 +161,7 @@ def _limit(http: HttpRequest) -> int:
 
 
 def _salt(http: HttpRequest) -> str | None:
-    """Of the header, in UTF-8 as in a body."""
+    """Returns the salt from the header, decoded as UTF-8 like a body."""
     given = http.headers.get(SALT_HEADER)
     try:
         salt = None if given is None else given.encode("latin-1").decode()
@@ -169,7 +172,7 @@ def _salt(http: HttpRequest) -> str | None:
     return salt
 
 
-def _list(found: PrefixList, tokenizer: Tokenizer, now: float) -> dict[str, Any]:
+def _list_json(found: PrefixList, tokenizer: Tokenizer, now: float) -> dict[str, Any]:
     shared = [
         {
             "object": "cache.prefix",
@@ -186,14 +189,14 @@ def _list(found: PrefixList, tokenizer: Tokenizer, now: float) -> dict[str, Any]
         "object": "list",
         "data": shared,
         "total": found.total,
-        "pins": [_kept(report) | _texts(tokenizer, report.start, report.end) for report in found.pins],
+        "pins": [_pin_json(report) | _texts(tokenizer, report.start, report.end) for report in found.pins],
         "pinned_blocks": found.pinned_blocks,
         "max_pinned_blocks": found.max_pinned_blocks,
     }
 
 
 def _texts(tokenizer: Tokenizer, start: Sequence[int], end: Sequence[int]) -> dict[str, str]:
-    """How the beginning starts and ends; characters that are cut apart there are left out."""
+    """Returns the texts at both ends of the prefix, without characters that the cut has split."""
     return {
         "text_start": tokenizer.decode(start, False).rstrip("\ufffd"),
         "text_end": tokenizer.decode(end, False).strip("\ufffd"),

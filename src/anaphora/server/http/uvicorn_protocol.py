@@ -1,70 +1,92 @@
-"""uvicorn's HTTP as this server speaks it: requests bounded in size and time, refusals in the form of the API."""
+"""uvicorn's HTTP protocol with bounds on the size and duration of a request, and errors in the API's format."""
 
 from __future__ import annotations
 
 import asyncio
-from typing import Any
+from collections.abc import Callable
+from typing import Any, Protocol
 
 import httptools
 import msgspec
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
 from anaphora.errors import AnaphoraError, EngineDead, InvalidRequest, RequestTimeout
-from anaphora.server.api.responses import error_body
+from anaphora.server.http.json_responses import error_body
 
 MAX_HEAD_BYTES = 64 * 1024
-"""Of the request line and the headers together, and of what stands between two pieces of a body or behind it."""
+"""Limit of the request line and headers together, and of what precedes or follows a piece of a chunked body."""
 
 REQUEST_S = 30.0
-"""How long a request may take to arrive, head and body, besides a second for each LEAST_BYTES_PER_S of it."""
+"""Seconds that a request may take to arrive, head and body, plus one second per MIN_BYTES_PER_S received."""
 
-LEAST_BYTES_PER_S = 4096
+MIN_BYTES_PER_S = 4096
 
 
-class Protocol(HttpToolsProtocol):
-    """What httptools and uvicorn leave open.
+class Timer(Protocol):
+    """A scheduled callback."""
 
-    A request's head, and the extensions and trailers of its chunks, are of bounded size, and it must arrive in bounded
-    time (408). A request that offers to go on in another protocol (``Upgrade: h2c``, as Java's client sends it) is
-    served as it is. When the client leaves, every request that it sent hears of it: uvicorn tells the last one alone,
-    and one sent ahead of it would run on.
+    def cancel(self) -> None:
+        """Drops the callback."""
+
+
+CallLater = Callable[[float, Callable[[], None]], Timer]
+"""``call_later(seconds, callback)``, as the event loop has it."""
+
+
+class BoundedHttpProtocol(HttpToolsProtocol):
+    """Closes gaps that httptools and uvicorn leave open.
+
+    - The head of a request, and the extensions and trailers of its chunks, have a maximum size (400).
+    - A request must arrive within a bounded time (408).
+    - A request that offers another protocol (``Upgrade: h2c``, which Java's client sends) is served as HTTP/1.1.
+    - When the client disconnects, all its pipelined requests are notified. uvicorn notifies only the last one; the
+      others would run on.
+
+    It subclasses uvicorn's private HttpToolsProtocol: uvicorn has no setting for any of these. pyproject.toml bounds
+    uvicorn's version; tests/server/http/test_uvicorn_version.py says what to check on a new one.
+
+    Args:
+        call_later: replaces the event loop's; for tests.
     """
 
-    _head_bytes = 0
-    _received = 0
-    _incoming = False
-    _clock: asyncio.TimerHandle | None = None
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, call_later: CallLater | None = None, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        self._call_later: CallLater = call_later or self.loop.call_later
+        self._timer: Timer | None = None
+        self._head_bytes = 0
+        self._received_bytes = 0
+        self._incoming = False
         self._unanswered: list[RequestResponseCycle] = []
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        self._start_clock()
+        self._start_timer()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._stop_clock()
-        self._tell_all()
+        self._stop_timer()
+        self._notify_disconnect()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
         self._unset_keepalive_if_required()
         self._head_bytes += len(data)
-        self._received += len(data)
+        self._received_bytes += len(data)
         try:
             self._parse(data)
         except httptools.HttpParserError:
-            self.refuse(InvalidRequest("this is no valid HTTP/1.1 request"))
+            self.refuse(InvalidRequest("this is not a valid HTTP/1.1 request"))
         if self._head_bytes > MAX_HEAD_BYTES:
             self.refuse(InvalidRequest(f"the request line and headers are over the limit of {MAX_HEAD_BYTES} bytes"))
-        if self._clock is None and (self._incoming or not self._answering) and not self.transport.is_closing():
-            self._start_clock()
+        if self._timer is None and (self._incoming or not self._answering) and not self.transport.is_closing():
+            self._start_timer()
 
     # --- from bytes to requests -------------------------------------------------------------------------------------
 
     def _parse(self, data: bytes) -> None:
-        """Feed the parser. It drops the body of a request that offers an upgrade, so that is read without the offer."""
+        """Feeds the parser.
+
+        httptools drops the body of a request with an Upgrade header, so the head is parsed again without that header.
+        """
         while data:
             try:
                 self.parser.feed_data(data)
@@ -72,13 +94,13 @@ class Protocol(HttpToolsProtocol):
             except httptools.HttpParserUpgrade as upgrade:
                 method = self.parser.get_method()
                 if method == b"CONNECT":
-                    self.refuse(InvalidRequest("CONNECT is for proxies, and this server is none"))
+                    self.refuse(InvalidRequest("CONNECT is not supported: this server is not a proxy"))
                     return
                 lines = [b"%s %s HTTP/%s" % (method, self.url, self.parser.get_http_version().encode())]
                 lines += [b"%s: %s" % header for header in self.headers if header[0] != b"upgrade"]
                 data = b"\r\n".join([*lines, b"", data[upgrade.args[0] :]])
                 self.parser = httptools.HttpRequestParser(self)
-                self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn's own
+                self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn sets it
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
@@ -100,26 +122,26 @@ class Protocol(HttpToolsProtocol):
             return
         self._head_bytes = 0
         self._incoming = False
-        self._stop_clock()
+        self._stop_timer()
         super().on_message_complete()
 
-    # --- the time that a request may take to arrive -----------------------------------------------------------------
+    # --- how long a request may take to arrive ----------------------------------------------------------------------
 
-    def _start_clock(self, seconds: float | None = None) -> None:
-        self._received = 0
-        self._clock = self.loop.call_later(REQUEST_S if seconds is None else seconds, self._time_is_up)
+    def _start_timer(self, seconds: float | None = None) -> None:
+        self._received_bytes = 0
+        self._timer = self._call_later(REQUEST_S if seconds is None else seconds, self._on_timeout)
 
-    def _stop_clock(self) -> None:
-        if self._clock is not None:
-            self._clock.cancel()
-            self._clock = None
+    def _stop_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
 
-    def _time_is_up(self) -> None:
-        """What has come earns more time; the client may also wait for an answer before it goes on."""
+    def _on_timeout(self) -> None:
+        """Prolongs the time by what was received; does not count time in which the client waits for an answer."""
         if self.flow.read_paused or self._answering:
-            self._start_clock()
-        elif (earned := self._received / LEAST_BYTES_PER_S) >= 1:
-            self._start_clock(earned)
+            self._start_timer()
+        elif (earned_s := self._received_bytes / MIN_BYTES_PER_S) >= 1:
+            self._start_timer(earned_s)
         elif self._incoming:
             self.refuse(RequestTimeout(f"the request did not arrive within {REQUEST_S:g} s"))
         else:
@@ -127,21 +149,22 @@ class Protocol(HttpToolsProtocol):
 
     @property
     def _answering(self) -> bool:
-        """Whether the answer to a request that has arrived is under way."""
+        """Whether a request has arrived in full and its answer is incomplete."""
         return any(not cycle.response_complete and not cycle.more_body for cycle in self._unanswered)
 
-    # --- the end ----------------------------------------------------------------------------------------------------
+    # --- errors and disconnects -------------------------------------------------------------------------------------
 
-    def end_incoming(self, why: str) -> None:
-        """Refuse a request that has not arrived when the server ends."""
+    def refuse_incoming(self, reason: str) -> None:
+        """Answers a request that has not arrived in full with 503; for shutdown."""
         if self._incoming:
-            self.refuse(EngineDead(why))
+            self.refuse(EngineDead(reason))
 
     def send_400_response(self, msg: str) -> None:
+        """Replaces uvicorn's plain text."""
         self.refuse(InvalidRequest(msg))
 
     def refuse(self, error: AnaphoraError) -> None:
-        """End the connection with an error, without a word where that would fall into an answer that has begun."""
+        """Sends an error and closes the connection. Sends nothing if a response has begun: it would be part of it."""
         if self.transport.is_closing():
             return
         if not any(cycle.response_started and not cycle.response_complete for cycle in self._unanswered):
@@ -149,9 +172,9 @@ class Protocol(HttpToolsProtocol):
             head = b"content-type: application/json\r\nconnection: close\r\ncontent-length: %d\r\n\r\n" % len(body)
             self.transport.write(STATUS_LINE[error.status] + head + body)
         self.transport.close()
-        self._tell_all()
+        self._notify_disconnect()
 
-    def _tell_all(self) -> None:
+    def _notify_disconnect(self) -> None:
         for cycle in self._unanswered:
             cycle.disconnected = not cycle.response_complete
             cycle.message_event.set()

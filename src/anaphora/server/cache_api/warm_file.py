@@ -1,4 +1,4 @@
-"""--warm FILE: beginnings of prompts that are computed before the server is ready, and kept."""
+"""--warm FILE: prefixes that are computed and pinned before the server is ready."""
 
 from __future__ import annotations
 
@@ -14,40 +14,45 @@ import msgspec
 
 from anaphora.advice.server_flags import ServerSettings, check_server_flags
 from anaphora.errors import ConfigError, InvalidRequest, NotFound
-from anaphora.server.api.protocol import Body, ChatPrefix, TextPrefix, parse
-from anaphora.server.cache_api.prefix_routes import keep
-from anaphora.server.service import Call, Service
+from anaphora.server.api.body_parsing import parse
+from anaphora.server.api.protocol import Body, ChatPrefix, CompletionPrefix
+from anaphora.server.api.request_context import RequestContext
+from anaphora.server.cache_api.prefix_routes import compute_and_pin
+from anaphora.server.service import Service
 
 logger = logging.getLogger("anaphora.server")
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
-    """One beginning of the file; ``where`` names its place for messages."""
+class WarmEntry:
+    """One entry of the file; ``where`` is flag, path and line, for messages."""
 
     where: str
     body: Body
-    plain: dict[str, Any]
+    raw: dict[str, Any]
 
 
-def read_warm_file(path: str) -> list[Entry]:
-    """The beginnings in a file: one JSON document or a list, JSON lines, or else the whole file as one text.
+def read_warm_file(path: str) -> list[WarmEntry]:
+    """Reads the prefixes in a file: a JSON document, a JSON list, JSON lines, or else the whole file as one text.
 
-    A JSON object is a body of /v1/chat/completions or /v1/completions, a JSON string is the text of a prompt; of a file
-    that is one text the last line break is left out. ConfigError, naming the line, for what cannot be read.
+    A JSON object is a body of /v1/chat/completions or /v1/completions; a JSON string is the text of a prompt. If the
+    file is one text, its last line break is dropped.
+
+    Raises:
+        ConfigError: names the line that cannot be read.
     """
     try:
         text = Path(path).read_text(encoding="utf-8-sig")
-    except (OSError, ValueError) as error:  # ValueError: no UTF-8, or no path
+    except (OSError, ValueError) as error:  # ValueError: not UTF-8, or not a path
         raise ConfigError(f"--warm cannot read {path}: {error}") from None
     entries = [_entry(f"--warm {path}{place}", value) for place, value in _values(text, path)]
     if not entries:
-        raise ConfigError(f"--warm {path} holds nothing: write a request body a line, or a text")
+        raise ConfigError(f"--warm {path} is empty: write one request body per line, or a text")
     return entries
 
 
 def _values(text: str, path: str) -> Iterator[tuple[str, Any]]:
-    """What the file holds, each with its place in it."""
+    """Yields the values in the file, each with its position for messages."""
     if not text.lstrip().startswith(("{", "[", '"')):
         if text.strip():
             yield "", text.removesuffix("\n")
@@ -61,7 +66,7 @@ def _values(text: str, path: str) -> Iterator[tuple[str, Any]]:
                     yield f", line {number}", json.loads(line)
                 except (ValueError, RecursionError) as error:
                     raise ConfigError(
-                        f"--warm {path}, line {number}: no valid JSON: {error} (a text must be a JSON string here)"
+                        f"--warm {path}, line {number}: not valid JSON: {error} (a text must be a JSON string here)"
                     ) from None
         return
     if isinstance(whole, list):
@@ -70,30 +75,30 @@ def _values(text: str, path: str) -> Iterator[tuple[str, Any]]:
         yield "", whole
 
 
-def _entry(where: str, value: Any) -> Entry:
+def _entry(where: str, value: Any) -> WarmEntry:
     plain = {"prompt": value} if isinstance(value, str) else value
     try:
-        body, checked = parse(msgspec.json.encode(plain), ChatPrefix, TextPrefix)
+        body, raw = parse(msgspec.json.encode(plain), ChatPrefix, CompletionPrefix)
     except InvalidRequest as error:
         raise ConfigError(f"{where}: {error.message}") from None
-    except (UnicodeEncodeError, RecursionError) as error:  # half a character, nested too deeply
-        raise ConfigError(f"{where}: no body of a request: {error}") from None
-    return Entry(where, body, checked)
+    except (UnicodeEncodeError, RecursionError) as error:  # half a character, or nested too deeply
+        raise ConfigError(f"{where}: not a request body: {error}") from None
+    return WarmEntry(where, body, raw)
 
 
-async def warm_up(service: Service, entries: list[Entry]) -> None:
-    """Compute and pin them, one after another. ConfigError names the entry that cannot be kept."""
+async def warm_up(service: Service, entries: list[WarmEntry]) -> None:
+    """Computes and pins the entries one after another. Raises ConfigError, naming the entry that cannot be pinned."""
     began = time.monotonic()
-    tokens, block = 0, service.info.model.block_size
+    tokens, block_size = 0, service.info.model.block_size
     for entry in entries:
         try:
             service.model_name(entry.body.model)
-            call = Call(entry.body, entry.plain, "--warm", time.monotonic(), None)
-            reports = await keep(service, call)
+            context = RequestContext(entry.body, entry.raw, "--warm", time.monotonic(), None)
+            reports = await compute_and_pin(service, context)
         except (InvalidRequest, NotFound) as error:
             raise ConfigError(f"{entry.where}: {error.message}") from None
         tokens += sum(report.tokens for report in reports)
-        settings = ServerSettings(exact=True, block_size=block, system_tokens=min(r.tokens for r in reports))
+        settings = ServerSettings(exact=True, block_size=block_size, system_tokens=min(r.tokens for r in reports))
         for warning in check_server_flags(settings):
             logger.warning("%s: %s", entry.where, warning)
     logger.info(

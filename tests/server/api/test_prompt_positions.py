@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from anaphora.server.api import prompts
+from anaphora.server.api import prompt_positions, prompts
 from anaphora.server.api.protocol import ChatRequest, CompletionRequest
-from anaphora.server.cache_api import prompt_positions
-from anaphora.text.chat_template import ChatTemplate
+from anaphora.server.service import TextComponents
+from anaphora.text.generation_config import GenerationDefaults
 from anaphora.text.tokenizer import Tokenizer
 from anaphora.types.reports import CacheReport
 from tests.support.servers import CHATML
@@ -22,38 +21,36 @@ from tests.support.tokenizers import write_tokenizer
 texts = st.text(st.sampled_from("ab \n1é\u4f60\ufffd🙂user<|"), max_size=12)
 
 
-@dataclass(frozen=True)
-class Side:
-    tokenizer: Tokenizer
-    template: ChatTemplate
-
-
 @pytest.fixture(scope="module")
-def side(tmp_path_factory: pytest.TempPathFactory) -> Side:
+def components(tmp_path_factory: pytest.TempPathFactory) -> TextComponents:
     folder: Path = tmp_path_factory.mktemp("model")
     write_tokenizer(folder, 300, CHATML)
     tokenizer = Tokenizer.load(folder)
     assert tokenizer.chat_template is not None
-    return Side(tokenizer, tokenizer.chat_template)
+    return TextComponents(tokenizer, tokenizer.chat_template, GenerationDefaults({}, ()))
 
 
-def find(side: Side, body: ChatRequest | CompletionRequest, prompt: prompts.Prompt, at: int) -> dict[str, Any] | None:
-    return prompt_positions.find(side, body, prompt, CacheReport(len(prompt.token_ids), at, "diverged", position=at))
+def find(
+    components: TextComponents, body: ChatRequest | CompletionRequest, prompt: prompts.Prompt, at: int
+) -> dict[str, Any] | None:
+    return prompt_positions.first_miss(
+        components, body, prompt, CacheReport(len(prompt.token_ids), at, "diverged", position=at)
+    )
 
 
 @settings(max_examples=100, deadline=None)
 @given(contents=st.lists(texts, min_size=1, max_size=4), data=st.data())
-def test_every_token_of_a_chat_is_placed(side: Side, contents: list[str], data: st.DataObject) -> None:
+def test_every_token_of_a_chat_is_placed(components: TextComponents, contents: list[str], data: st.DataObject) -> None:
     roles = ["system", "user", "assistant", "user"]
     messages = [{"role": role, "content": text} for role, text in zip(roles, contents, strict=False)]
     body = ChatRequest(messages=messages)
-    prompt = prompts.chat_prompt(body, side.tokenizer, side.template)
+    prompt = prompts.chat_prompt(body, components.tokenizer, components.template)
     message = data.draw(st.integers(0, len(messages) - 1))
     before = "".join(f"<|im_start|>{m['role']}\n{m['content']}<|im_end|>\n" for m in messages[:message])
     start = len((before + f"<|im_start|>{roles[message]}\n").encode())
     content = contents[message]
     offset = data.draw(st.integers(0, len(content.encode())))
-    found = find(side, body, prompt, start + offset)
+    found = find(components, body, prompt, start + offset)
     if offset == len(content.encode()):
         assert found is not None
         assert (found["message"], found["role"]) == (None, "template")
@@ -63,17 +60,20 @@ def test_every_token_of_a_chat_is_placed(side: Side, contents: list[str], data: 
 
 
 @given(text=texts.filter(lambda text: len(text.encode()) > 2), data=st.data())
-def test_every_token_of_a_completion_is_placed(side: Side, text: str, data: st.DataObject) -> None:
-    prompt = prompts.encode(text, side.tokenizer, add_special_tokens=False)
+def test_every_token_of_a_completion_is_placed(components: TextComponents, text: str, data: st.DataObject) -> None:
+    prompt = prompts.encode(text, components.tokenizer, add_special_tokens=False)
     at = data.draw(st.integers(0, len(prompt.token_ids) - 2))
     character = len(text.encode()[:at].decode("utf-8", "ignore"))
-    found = find(side, CompletionRequest(prompt=text), prompt, at)
+    found = find(components, CompletionRequest(prompt=text), prompt, at)
     assert found == {"message": 0, "role": "prompt", "character": character}
 
 
-def test_where_there_is_nothing_to_place(side: Side) -> None:
+def test_where_there_is_nothing_to_place(components: TextComponents) -> None:
     body = CompletionRequest(prompt="abcdef")
-    prompt = prompts.encode("abcdef", side.tokenizer, add_special_tokens=False)
-    assert find(side, body, prompt, 5) is None
-    assert find(side, body, prompts.Prompt(prompt.token_ids), 2) is None
-    assert prompt_positions.find(side, body, prompt, CacheReport(6, 0, "bypassed", feature="prompt_logprobs")) is None
+    prompt = prompts.encode("abcdef", components.tokenizer, add_special_tokens=False)
+    assert find(components, body, prompt, 5) is None
+    assert find(components, body, prompts.Prompt(prompt.token_ids), 2) is None
+    assert (
+        prompt_positions.first_miss(components, body, prompt, CacheReport(6, 0, "bypassed", feature="prompt_logprobs"))
+        is None
+    )

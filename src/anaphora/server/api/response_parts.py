@@ -1,60 +1,32 @@
-"""The JSON forms of answers: OpenAI's fields, and vLLM's where it adds some."""
+"""Parts of a response that routes share: usage and log-probabilities, in OpenAI's and vLLM's format."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-import msgspec
-from starlette.responses import Response
-
-from anaphora.errors import AnaphoraError
-from anaphora.server.api.answers import Answer
+from anaphora.server.api.prompt_run import PromptRun
 from anaphora.text.tokenizer import Tokenizer
 from anaphora.types.batch import TokenLogprobs
 
 LOWEST_LOGPROB = -9999.0
-"""Stands for minus infinity, which JSON does not have (vLLM's value)."""
+"""Replaces minus infinity, which JSON does not have (vLLM's value)."""
 
 
-def json_response(value: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
-    return Response(msgspec.json.encode(value), status, headers, "application/json")
-
-
-def error_body(error: AnaphoraError) -> dict[str, Any]:
-    return {
-        "error": {"message": printable(error.message), "type": error.code, "param": error.param, "code": error.status}
-    }
-
-
-def printable(text: str) -> str:
-    """Without lone surrogates, which no UTF-8 message can hold."""
-    return text.encode("utf-8", "replace").decode()
-
-
-def error_response(error: AnaphoraError, headers: dict[str, str] | None = None) -> Response:
-    return json_response(error_body(error), error.status, headers)
-
-
-def usage(answers: Sequence[Answer]) -> dict[str, Any]:
-    """A prompt counts once, however many choices it has."""
-    prompt = sum(len(answer.request.prompt_token_ids) for answer in answers)
-    completion = sum(answer.completion_tokens for answer in answers)
-    cached = sum(answer.cached_tokens for answer in answers)
-    return usage_of(prompt, completion, cached)
-
-
-def usage_of(prompt: int, completion: int, cached: int) -> dict[str, Any]:
+def usage(runs: Sequence[PromptRun]) -> dict[str, Any]:
+    """Returns the token counts so far. A prompt counts once, however many choices it has."""
+    prompt = sum(len(run.request.prompt_token_ids) for run in runs)
+    completion = sum(run.completion_tokens for run in runs)
     return {
         "prompt_tokens": prompt,
         "completion_tokens": completion,
         "total_tokens": prompt + completion,
-        "prompt_tokens_details": {"cached_tokens": cached},
+        "prompt_tokens_details": {"cached_tokens": sum(run.cached_tokens for run in runs)},
     }
 
 
 def chat_logprobs(entries: Iterable[TokenLogprobs], tokenizer: Tokenizer, top: int) -> dict[str, Any]:
-    """OpenAI's form for a chat: each token with its bytes and its ``top`` most likely alternatives."""
+    """Returns OpenAI's format for chats: each token with its bytes and its ``top`` most likely alternatives."""
 
     def one(token_id: int, logprob: float) -> dict[str, Any]:
         raw = tokenizer.token_bytes(token_id)
@@ -75,7 +47,7 @@ def completion_logprobs(
     top: int,
     offset: int = 0,
 ) -> dict[str, Any]:
-    """OpenAI's form for a completion. ``offset`` is where the first token's text begins in the choice's text."""
+    """Returns OpenAI's format for completions. ``offset`` is where the first token begins in the choice's text."""
     texts = [tokenizer.token_text(token_id) for token_id in token_ids]
     offsets = []
     for text in texts:
@@ -95,7 +67,7 @@ def completion_logprobs(
 
 
 def prompt_logprobs(entries: Sequence[TokenLogprobs | None] | None, tokenizer: Tokenizer) -> list[Any] | None:
-    """vLLM's form: for each prompt token None (the first) or the likely ones by token id, the real one among them."""
+    """Returns vLLM's format: for each prompt token except the first, the likely ones and the real one by token id."""
     if entries is None:
         return None
     return [None if entry is None else _prompt_entry(entry, tokenizer) for entry in entries]
@@ -111,4 +83,5 @@ def _prompt_entry(entry: TokenLogprobs, tokenizer: Tokenizer) -> dict[str, Any]:
 
 
 def finite(logprob: float) -> float:
+    """Returns ``logprob``, or LOWEST_LOGPROB if it is lower."""
     return max(logprob, LOWEST_LOGPROB)

@@ -1,60 +1,52 @@
-"""Where in a request's body a token of its prompt stands: which message, role and character."""
+"""Maps a token of a prompt to its position in the request's body: message, role and character."""
 
 from __future__ import annotations
 
 import functools
-from typing import Any, Protocol
+from typing import Any
 
 from anaphora.errors import InvalidRequest
 from anaphora.server.api import prompts
 from anaphora.server.api.prompts import Prompt
 from anaphora.server.api.protocol import ChatRequest, CompletionRequest
+from anaphora.server.service import TextComponents
 from anaphora.text.chat_template import ChatTemplate
 from anaphora.text.outline import TOOLS, Owner, Place, Skeleton, Skeletons, place, search, texts_of, tool_text
 from anaphora.text.tokenizer import Tokenizer
 from anaphora.types.reports import CacheReport
 
 
-class TextSide(Protocol):
-    """server.service.TextSide."""
-
-    @property
-    def tokenizer(self) -> Tokenizer: ...
-    @property
-    def template(self) -> ChatTemplate | None: ...
-
-
-def find(
-    text: TextSide, body: ChatRequest | CompletionRequest, prompt: Prompt, report: CacheReport
+def first_miss(
+    text: TextComponents, body: ChatRequest | CompletionRequest, prompt: Prompt, report: CacheReport
 ) -> dict[str, Any] | None:
-    """Where the first token that was not reused stands.
+    """Returns the position of the first token that was not reused: ``message``, ``role``, ``character``.
 
-    None where nothing was missed, where the cache was not read, and where the prompt came as token ids or was cut.
+    None if all was reused, if the cache was not read, or if the prompt was given as token ids or cut.
     """
     if prompt.text is None or report.feature or report.position >= report.prompt_tokens - 1:
         return None
     character = _character(text.tokenizer, prompt.token_ids, report.position, prompt.text)
     if not isinstance(body, ChatRequest):
-        return _told(Place(0, "prompt", character))
+        return _as_json(Place(0, "prompt", character))
     if text.template is None:
         return None
     found = _in_chat(text.template, body, prompt.text, character)
-    return None if found is None else _told(found)
+    return None if found is None else _as_json(found)
 
 
-def _told(found: Place) -> dict[str, Any]:
+def _as_json(found: Place) -> dict[str, Any]:
     message = found.message if found.role and found.role != "tools" else None
     return {"message": message, "role": found.role or "template", "character": found.character}
 
 
 def _character(tokenizer: Tokenizer, ids: tuple[int, ...], at: int, text: str) -> int:
-    """Where token ``at`` of a prompt begins in its text; where it begins inside a character, at that one."""
-    if 2 * at > len(ids):  # what is behind it is the less to decode
-        behind = b"".join(map(tokenizer.token_bytes, ids[at:]))
-        whole = behind.lstrip(_INNER_BYTES)
+    """Returns the index of the character of ``text`` in which token ``at`` begins."""
+    if 2 * at > len(ids):  # decode the shorter side
+        rest = b"".join(map(tokenizer.token_bytes, ids[at:]))
+        whole = rest.lstrip(_INNER_BYTES)
         decoded = whole.decode("utf-8", "ignore")
         if text.endswith(decoded):
-            return len(text) - len(decoded) - (whole != behind)
+            return len(text) - len(decoded) - (whole != rest)
     decoded = b"".join(map(tokenizer.token_bytes, ids[:at])).decode("utf-8", "ignore")
     if tokenizer.strips_leading_space:
         decoded = decoded.removeprefix(" ")
@@ -69,7 +61,7 @@ def _character(tokenizer: Tokenizer, ids: tuple[int, ...], at: int, text: str) -
 
 
 _INNER_BYTES = bytes(range(0x80, 0xC0))
-"""Of UTF-8: what no character begins with."""
+"""UTF-8 continuation bytes: no character begins with them."""
 
 
 @functools.lru_cache(maxsize=4)
@@ -99,7 +91,7 @@ def _in_chat(template: ChatTemplate, body: ChatRequest, text: str, character: in
 
 
 def _skeleton(template: ChatTemplate, body: ChatRequest, text: str, texts: list[tuple[str, str]]) -> Skeleton:
-    """The skeleton of this very prompt: the template may print the time, or refuse the marks that stand for texts."""
+    """Returns the skeleton of this prompt; if the template prints the time or refuses placeholders, by searching."""
     options = prompts.template_options(body)
     kwargs = options.pop("kwargs") or {}
     try:

@@ -11,13 +11,15 @@ from typing import Any
 import pytest
 
 from anaphora.observe.record import read
-from anaphora.server.api.protocol import ChatRequest, parse
-from anaphora.server.cache_api import prompt_positions
-from anaphora.server.cache_api.explanations import HEADER
-from anaphora.server.service import Call
+from anaphora.server.api import prompt_positions
+from anaphora.server.api.body_parsing import parse
+from anaphora.server.api.cache_explanations import HEADER
+from anaphora.server.api.engine_requests import engine_requests
+from anaphora.server.api.protocol import ChatRequest
+from anaphora.server.api.request_context import RequestContext
 from anaphora.text.chat_template import ChatTemplate
 from anaphora.types.reports import CacheReport, Eviction, Neighbour
-from tests.support.servers import Bench, Whole, events, scripted, whole
+from tests.support.servers import EngineServer, ScriptedServer, engine_server, events, scripted
 
 pytestmark = pytest.mark.usefixtures("engine_surroundings")
 
@@ -26,13 +28,13 @@ SYSTEM = "You answer politely, in one word, and never guess. "
 TOOL = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object", "properties": {}}}}
 
 
-def encode(server: Whole | Bench, text: str) -> list[int]:
+def encode(server: EngineServer | ScriptedServer, text: str) -> list[int]:
     return server.service.text.tokenizer.encode(text)
 
 
 @pytest.fixture
-async def server(tmp_path: Path) -> AsyncIterator[Whole]:
-    async with whole(tmp_path / "model", 1000) as server:
+async def server(tmp_path: Path) -> AsyncIterator[EngineServer]:
+    async with engine_server(tmp_path / "model", 1000) as server:
         yield server
 
 
@@ -41,18 +43,18 @@ def chat(system: str, question: str, **fields: Any) -> dict[str, Any]:
     return {"messages": messages, "max_tokens": 3} | fields
 
 
-async def post(server: Whole | Bench, path: str, body: dict[str, Any]) -> Any:
+async def post(server: EngineServer | ScriptedServer, path: str, body: dict[str, Any]) -> Any:
     response = await server.client.post(path, json=body)
     assert response.status_code == 200, response.text
     return response
 
 
-async def asked(server: Whole, body: dict[str, Any]) -> dict[str, Any]:
+async def asked(server: EngineServer, body: dict[str, Any]) -> dict[str, Any]:
     (told,) = (await post(server, EXPLAIN, body)).json()["cache_explanations"]
     return told
 
 
-async def test_the_first_other_character_is_named_with_both_texts(server: Whole) -> None:
+async def test_the_first_other_character_is_named_with_both_texts(server: EngineServer) -> None:
     first = (await post(server, CHAT, chat(SYSTEM, "Is it 10:31 now? Say so."))).json()
     told = await asked(server, chat(SYSTEM, "Is it 10:45 now? Say so."))
     assert told["reason"] == "diverged"
@@ -71,7 +73,7 @@ async def test_the_first_other_character_is_named_with_both_texts(server: Whole)
     )
 
 
-async def test_the_answer_the_header_and_the_question_say_the_same(server: Whole) -> None:
+async def test_the_answer_the_header_and_the_question_say_the_same(server: EngineServer) -> None:
     await post(server, CHAT, chat(SYSTEM, "Who?"))
     body = chat(SYSTEM, "Where?", explain_cache=True)
     before = await asked(server, body)
@@ -91,7 +93,7 @@ async def test_the_answer_the_header_and_the_question_say_the_same(server: Whole
 
 
 @pytest.mark.parametrize("usage", [True, False])
-async def test_a_stream_explains_itself_in_its_head_and_its_last_chunk(server: Whole, usage: bool) -> None:
+async def test_a_stream_explains_itself_in_its_head_and_its_last_chunk(server: EngineServer, usage: bool) -> None:
     options = {"stream_options": {"include_usage": True}} if usage else {}
     for path, body in ((CHAT, chat(SYSTEM, "Who?")), (TEXT, {"prompt": "Once upon a time", "max_tokens": 3})):
         silent = await post(server, path, body | {"stream": True} | options)
@@ -106,7 +108,7 @@ async def test_a_stream_explains_itself_in_its_head_and_its_last_chunk(server: W
         assert ("usage" in last) == usage
 
 
-async def test_several_prompts_are_told_apart(server: Whole) -> None:
+async def test_several_prompts_are_told_apart(server: EngineServer) -> None:
     await post(server, TEXT, {"prompt": "one two three", "max_tokens": 2})
     body = {"prompt": ["one two four", "something else", "one two three"], "max_tokens": 2, "explain_cache": True}
     answer = await post(server, TEXT, body)
@@ -119,7 +121,7 @@ async def test_several_prompts_are_told_apart(server: Whole) -> None:
     assert told[0]["diverged"]["other_text"].startswith("our")
 
 
-async def test_another_salt_is_cold_and_sees_no_text(server: Whole) -> None:
+async def test_another_salt_is_cold_and_sees_no_text(server: EngineServer) -> None:
     secret = "The code of the vault is 4711."
     await post(server, CHAT, chat(secret, "Who?", cache_salt="owner"))
     for salt in ({"cache_salt": "thief"}, {}):
@@ -137,7 +139,7 @@ async def test_another_salt_is_cold_and_sees_no_text(server: Whole) -> None:
     assert float(count.split()[-1]) == 1
 
 
-async def test_to_ask_generates_nothing_and_counts_nothing(server: Whole) -> None:
+async def test_to_ask_generates_nothing_and_counts_nothing(server: EngineServer) -> None:
     await post(server, CHAT, chat(SYSTEM, "Who?"))
     before = server.service.engine.stats
     for body in (chat(SYSTEM, "Where?", stream=True, n=3), {"prompt": ["a", "b"]}, {"prompt": [1, 2, 3]}):
@@ -166,21 +168,21 @@ async def test_to_ask_generates_nothing_and_counts_nothing(server: Whole) -> Non
     ],
 )
 async def test_what_could_not_be_generated_is_refused_in_the_same_way(
-    server: Whole, body: dict[str, Any], param: str | None
+    server: EngineServer, body: dict[str, Any], param: str | None
 ) -> None:
     response = await server.client.post(EXPLAIN, json=body)
     assert response.status_code == 400
     assert response.json()["error"]["param"] == param
 
 
-async def test_a_bypass_names_its_field(server: Whole) -> None:
+async def test_a_bypass_names_its_field(server: EngineServer) -> None:
     body = {"prompt": "one two three", "max_tokens": 2, "prompt_logprobs": 1, "explain_cache": True}
     answer = await post(server, TEXT, body)
     (told,) = answer.json()["cache_explanations"]
     assert (told["reason"], told["feature"], told["place"]) == ("bypassed", "prompt_logprobs", None)
 
 
-async def test_followers_of_a_running_prompt_are_in_flight(server: Whole) -> None:
+async def test_followers_of_a_running_prompt_are_in_flight(server: EngineServer) -> None:
     body = chat(SYSTEM * 3, "Who?", explain_cache=True)
     answers = await asyncio.gather(*(post(server, CHAT, body) for _ in range(4)))
     reasons = sorted(answer.json()["cache_explanations"][0]["reason"] for answer in answers)
@@ -191,7 +193,7 @@ async def test_followers_of_a_running_prompt_are_in_flight(server: Whole) -> Non
         assert (";waited=" in answer.headers[HEADER]) == waited
 
 
-async def test_places_in_tools_parts_calls_and_the_template(server: Whole) -> None:
+async def test_places_in_tools_parts_calls_and_the_template(server: EngineServer) -> None:
     call = {"id": "c1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Bern"}'}}
     messages: list[dict[str, Any]] = [
         {"role": "system", "content": [{"type": "text", "text": "First part."}, {"type": "text", "text": "Second."}]},
@@ -220,7 +222,7 @@ async def test_the_record_has_the_place_and_the_log_the_reason(
 ) -> None:
     log = tmp_path / "log.jsonl"
     with caplog.at_level("INFO", "anaphora.server"):
-        async with whole(tmp_path / "model", 1000, record=str(log)) as server:
+        async with engine_server(tmp_path / "model", 1000, record=str(log)) as server:
             for question in ("Is it 10:31 now?", "Is it 10:45 now?"):
                 await post(server, CHAT, chat(SYSTEM, question))
             await post(server, TEXT, {"prompt": encode(server, "ids"), "max_tokens": 2})
@@ -236,30 +238,30 @@ async def test_the_record_has_the_place_and_the_log_the_reason(
 async def test_a_template_that_prints_the_time_is_searched(tmp_path: Path) -> None:
     """The map of such a prompt is old at once: the texts are looked for in the prompt itself."""
     clock = "{{ strftime_now('%f') }}|{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
-    async with whole(tmp_path / "model", 1000) as server:
+    async with engine_server(tmp_path / "model", 1000) as server:
         object.__setattr__(server.service.text, "template", ChatTemplate(clock, {}))
         told = await asked(server, chat(SYSTEM, "Who?"))
         assert told["reason"] == "cold"
         assert told["place"] == {"message": None, "role": "template", "character": 0}
-        (prompt, _), *_ = server.service.engine_requests(call_of(chat(SYSTEM, "Who are you?")))
+        (prompt, _), *_ = engine_requests(server.service, context_of(chat(SYSTEM, "Who are you?")))
         assert prompt.text is not None
         at = prompt.text.index("are you?")
         report = CacheReport(len(prompt.token_ids), at, "hit", position=at)
-        found = prompt_positions.find(
-            server.service.text, call_of(chat(SYSTEM, "Who are you?")).request, prompt, report
+        found = prompt_positions.first_miss(
+            server.service.text, context_of(chat(SYSTEM, "Who are you?")).body, prompt, report
         )
         assert found == {"message": 1, "role": "user", "character": 4}
 
 
-def call_of(body: dict[str, Any]) -> Call:
-    request, plain = parse(json.dumps(body).encode(), ChatRequest)
-    return Call(request, plain, CHAT, 0.0, None)
+def context_of(body: dict[str, Any]) -> RequestContext:
+    parsed, raw = parse(json.dumps(body).encode(), ChatRequest)
+    return RequestContext(parsed, raw, CHAT, 0.0, None)
 
 
 async def test_evictions_and_equal_texts_in_other_tokens(tmp_path: Path) -> None:
-    async with scripted(tmp_path / "model") as bench:
-        bench.engine.report = CacheReport(9, 4, "evicted", "evicted 3.0 s ago", 4, eviction=Eviction(3.0, "", 64, 320))
-        (told,) = (await post(bench, EXPLAIN, {"prompt": "one two three"})).json()["cache_explanations"]
+    async with scripted(tmp_path / "model") as server:
+        server.engine.report = CacheReport(9, 4, "evicted", "evicted 3.0 s ago", 4, eviction=Eviction(3.0, "", 64, 320))
+        (told,) = (await post(server, EXPLAIN, {"prompt": "one two three"})).json()["cache_explanations"]
         assert told["evicted"] == {
             "seconds_ago": 3.0,
             "by": "other traffic",
@@ -267,7 +269,7 @@ async def test_evictions_and_equal_texts_in_other_tokens(tmp_path: Path) -> None
             "more_tokens": 320,
             "more_bytes": 20 * 1024,
         }
-        same = Neighbour("chatcmpl-7", 1.0, tuple(encode(bench, "two three")))
-        bench.engine.report = CacheReport(9, 4, "diverged", "x", 4, neighbour=same)
-        (told,) = (await post(bench, EXPLAIN, {"prompt": "one two three"})).json()["cache_explanations"]
+        same = Neighbour("chatcmpl-7", 1.0, tuple(encode(server, "two three")))
+        server.engine.report = CacheReport(9, 4, "diverged", "x", 4, neighbour=same)
+        (told,) = (await post(server, EXPLAIN, {"prompt": "one two three"})).json()["cache_explanations"]
         assert told["diverged"]["retokenised"]
