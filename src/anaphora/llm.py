@@ -23,7 +23,7 @@ from anaphora.errors import EngineDead, InvalidRequest
 from anaphora.model.runner import load
 from anaphora.text.chat_template import read_template
 from anaphora.text.generation_config import load_defaults
-from anaphora.text.output_processor import ChoiceDelta, RequestAssembler
+from anaphora.text.output_processor import ChoiceDelta, OutputProcessor
 from anaphora.text.tokenizer import Tokenizer
 from anaphora.types.outputs import EngineInfo, EngineStats, FinishReason, RequestOutput, SequenceUpdate
 from anaphora.types.request import MAX_SALT_LENGTH, Request
@@ -117,12 +117,12 @@ class LLM:
         ``use_tqdm`` shows a progress bar where stderr is a terminal.
         """
         items = _listed(prompts)
-        assemblers = []
+        processors = []
         for index, (item, sampling) in enumerate(zip(items, self._sampling(sampling_params, len(items)), strict=True)):
             with _naming(index):
-                assemblers.append(self._assembler(item, sampling))
-        self._run(assemblers, use_tqdm)
-        return [assembler.output() for assembler in assemblers]
+                processors.append(self._processor(item, sampling))
+        self._run(processors, use_tqdm)
+        return [processor.output() for processor in processors]
 
     def chat(
         self,
@@ -207,7 +207,7 @@ class LLM:
             )
         return list(given)
 
-    def _assembler(self, prompt: Prompt, sampling: SamplingParams) -> RequestAssembler:
+    def _processor(self, prompt: Prompt, sampling: SamplingParams) -> OutputProcessor:
         text, token_ids, salt = self._read_prompt(prompt)
         if sampling.max_tokens == 0:
             raise InvalidRequest("max_tokens must be at least 1, or None for as many as fit", param="max_tokens")
@@ -221,7 +221,7 @@ class LLM:
             eos_token_ids=self._defaults.eos_token_ids,
             cache_salt=salt,
         )
-        return RequestAssembler(request, self._tokenizer, text)
+        return OutputProcessor(request, self._tokenizer, text)
 
     def _read_prompt(self, prompt: Prompt) -> tuple[str | None, tuple[int, ...], str | None]:
         """Text (where there is one), token ids and cache salt."""
@@ -263,13 +263,13 @@ class LLM:
 
     # --- running ----------------------------------------------------------------------------------------------------
 
-    def _run(self, assemblers: list[RequestAssembler], use_tqdm: bool) -> None:
-        running = {assembler.request.id: assembler for assembler in assemblers}
+    def _run(self, processors: list[OutputProcessor], use_tqdm: bool) -> None:
+        running = {processor.request.id: processor for processor in processors}
         try:
-            with _Bar(len(assemblers), use_tqdm) as bar, _interrupts_between_steps() as stop_if_interrupted:
-                for index, assembler in enumerate(assemblers):
+            with _Bar(len(processors), use_tqdm) as bar, _interrupts_between_steps() as stop_if_interrupted:
+                for index, processor in enumerate(processors):
                     with _naming(index):
-                        self._engine.add(assembler.request)
+                        self._engine.add(processor.request)
                 while self._engine.has_work:
                     stop_if_interrupted()
                     for update in self._engine.step().updates:
@@ -282,8 +282,8 @@ class LLM:
                 self._engine.abort(request_id)
             raise
 
-    def _take(self, assembler: RequestAssembler, update: SequenceUpdate) -> ChoiceDelta:
-        delta = assembler.update(update)
+    def _take(self, processor: OutputProcessor, update: SequenceUpdate) -> ChoiceDelta:
+        delta = processor.update(update)
         if delta.stopped_by_string:
             self._engine.finish_choice(update.request_id, update.choice)
         if delta.finish_reason == FinishReason.ERROR:

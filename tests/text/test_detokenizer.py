@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from anaphora.text.detokenizer import Delta, Detokenizer
+from anaphora.text.detokenizer import Detokenizer, TextDelta
 from anaphora.text.tokenizer import Tokenizer
 from anaphora.types.sampling import SamplingParams
 from tests.support import vocabularies
@@ -29,19 +29,19 @@ class Words:
 
 def run(
     words: Words, ids: Sequence[int] | None = None, prompt: Sequence[int] = (1,), **sampling: object
-) -> list[Delta]:
+) -> list[TextDelta]:
     """One call a token, then the end; checks that nothing comes after a stop."""
     detokenizer = Detokenizer(words, SamplingParams(max_tokens=None, **sampling), prompt)
     deltas = [detokenizer.add([token_id], finished=False) for token_id in (words.ids if ids is None else ids)]
     deltas.append(detokenizer.add([], finished=True))
     stops = [index for index, delta in enumerate(deltas) if delta.stop]
     if stops:
-        assert all(delta == Delta("", 0, None) for delta in deltas[stops[0] + 1 :])
+        assert all(delta == TextDelta("", 0, None) for delta in deltas[stops[0] + 1 :])
     assert detokenizer.text == "".join(delta.text for delta in deltas)
     return deltas
 
 
-def text_of(deltas: Iterable[Delta]) -> str:
+def text_of(deltas: Iterable[TextDelta]) -> str:
     return "".join(delta.text for delta in deltas)
 
 
@@ -68,7 +68,7 @@ def test_nothing_behind_the_stop_string_comes_out() -> None:
     words = Words(["one, ", "two, ", "three, ", "four, ", "five, six", ", seven"])
     detokenizer = Detokenizer(words, SamplingParams(stop=("five",)), (1,))
     delta = detokenizer.add(words.ids, finished=True)
-    assert delta == Delta("one, two, three, four, ", 5, "five")
+    assert delta == TextDelta("one, two, three, four, ", 5, "five")
 
 
 def test_held_text_that_is_no_stop_string_comes_out_at_the_end() -> None:
@@ -84,8 +84,8 @@ def test_the_stop_string_can_be_kept() -> None:
 
 def test_of_two_stop_strings_the_first_to_be_complete_ends_it_and_the_longer_of_two_at_once() -> None:
     words = Words(["one two three"])
-    assert run(words, stop=("two three", "wo"))[0] == Delta("one t", 1, "wo")
-    assert run(words, stop=("wo", "two"))[0] == Delta("one ", 1, "two")
+    assert run(words, stop=("two three", "wo"))[0] == TextDelta("one t", 1, "wo")
+    assert run(words, stop=("wo", "two"))[0] == TextDelta("one ", 1, "two")
 
 
 def test_stop_strings_are_ignored_until_min_tokens_are_out() -> None:

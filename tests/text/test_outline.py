@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
+import anaphora.text
 from anaphora.errors import InvalidRequest, ModelError
-from anaphora.text import outline
 from anaphora.text.chat_template import ChatTemplate
-from anaphora.text.outline import NOBODY, Owner, Place, Skeletons, place, texts_of, tool_text
+from anaphora.text.outline import NOBODY, OutlineBuilder, PromptPosition, TextOwner, position_at, texts_of, tool_text
 
 TEMPLATES = Path(__file__).resolve().parents[3] / "shared" / "data" / "chat-templates"
-NAMED = Path(outline.__file__).parent / "templates" / "chatml.jinja"
+NAMED = Path(anaphora.text.__file__).parent / "templates" / "chatml.jinja"
 SPECIAL = {"bos_token": "<s>", "eos_token": "</s>"}
 TOOL = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object", "properties": {}}}}
 CALL = {"id": "call12345", "type": "function", "function": {"name": "weather", "arguments": '{"city":  "Bern"}'}}
@@ -51,43 +51,43 @@ def texts(messages: list[dict[str, Any]], tools: list[Any]) -> list[tuple[str, s
 
 
 @pytest.mark.parametrize("source", sources(), ids=lambda path: path.stem)
-def test_a_skeleton_filled_is_the_prompt(source: Path) -> None:
+def test_a_filled_outline_is_the_prompt(source: Path) -> None:
     try:
         template = ChatTemplate(source.read_text("utf-8"), SPECIAL)
     except ModelError as error:
         pytest.skip(str(error))
-    skeletons = Skeletons(template)
+    builder = OutlineBuilder(template)
     shown = 0
     for messages, tools in CONVERSATIONS:
         for _ in range(2):  # the second comes from memory
             try:
                 wanted = template.render(messages, tools=tools)
-                skeleton = skeletons.of(messages, tools, {}, lambda: texts(messages, tools))  # noqa: B023
+                outline = builder.outline_of(messages, tools, {}, lambda: texts(messages, tools))  # noqa: B023
             except InvalidRequest:
                 continue
             known = texts(messages, tools)
-            assert "".join(known[owner][1] if own is None else own for owner, own in skeleton.parts) == wanted
-            shown += sum(owner != NOBODY for owner, _ in skeleton.parts)
+            assert "".join(known[owner][1] if own is None else own for owner, own in outline.parts) == wanted
+            shown += sum(owner != NOBODY for owner, _ in outline.parts)
     assert shown
 
 
 def test_a_place_counts_over_all_texts_of_its_message() -> None:
-    owners = [Owner(0, "system", 0), Owner(1, "user", 0), Owner(1, "user", 4)]
+    owners = [TextOwner(0, "system", 0), TextOwner(1, "user", 0), TextOwner(1, "user", 4)]
     parts = [(NOBODY, 2), (0, 3), (NOBODY, 4), (1, 3), (NOBODY, 1), (2, 5)]
-    assert place(parts, owners, 0) == Place(NOBODY, "", 0)
-    assert place(parts, owners, 4) == Place(0, "system", 2)
-    assert place(parts, owners, 8) == Place(NOBODY, "", 3)
-    assert place(parts, owners, 9) == Place(1, "user", 0)
-    assert place(parts, owners, 17) == Place(1, "user", 8)
-    assert place(parts, owners, 18) is None
+    assert position_at(parts, owners, 0) == PromptPosition(NOBODY, "", 0)
+    assert position_at(parts, owners, 4) == PromptPosition(0, "system", 2)
+    assert position_at(parts, owners, 8) == PromptPosition(NOBODY, "", 3)
+    assert position_at(parts, owners, 9) == PromptPosition(1, "user", 0)
+    assert position_at(parts, owners, 17) == PromptPosition(1, "user", 8)
+    assert position_at(parts, owners, 18) is None
 
 
 def test_a_text_that_reads_like_the_template_is_told_from_it() -> None:
     """The role before the text is the same word as the text."""
     template = ChatTemplate(NAMED.read_text("utf-8"), SPECIAL)
     messages = [{"role": "user", "content": "user"}]
-    skeleton = Skeletons(template).of(messages, [], {}, lambda: texts(messages, []))
-    before, owned, _ = skeleton.parts
+    outline = OutlineBuilder(template).outline_of(messages, [], {}, lambda: texts(messages, []))
+    before, owned, _ = outline.parts
     assert owned == (0, None)
     assert before[1] is not None
     assert before[1].endswith("user\n")
@@ -96,10 +96,10 @@ def test_a_text_that_reads_like_the_template_is_told_from_it() -> None:
 def test_prompts_without_marks_are_not_kept() -> None:
     """A template that looks into its texts in a way of its own: each prompt is rendered, none is remembered."""
     source = "{% for m in messages %}{{ m.content | upper }}|{% endfor %}"
-    skeletons = Skeletons(ChatTemplate(source, SPECIAL))
+    builder = OutlineBuilder(ChatTemplate(source, SPECIAL))
     for number in range(5):
         messages = [{"role": "user", "content": f"text {number}"}, {"role": "user", "content": "CAPS"}]
-        skeleton = skeletons.of(messages, [], {}, lambda: texts(messages, []))  # noqa: B023
-        assert "".join(own or "" for _, own in skeleton.parts) == f"TEXT {number}|CAPS|"
-        assert skeleton.parts[-2][0] == 1
-    assert not skeletons._known
+        outline = builder.outline_of(messages, [], {}, lambda: texts(messages, []))  # noqa: B023
+        assert "".join(own or "" for _, own in outline.parts) == f"TEXT {number}|CAPS|"
+        assert outline.parts[-2][0] == 1
+    assert not builder._known

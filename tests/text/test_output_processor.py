@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from anaphora.text.output_processor import ChoiceDelta, RequestAssembler
+from anaphora.text.output_processor import ChoiceDelta, OutputProcessor
 from anaphora.types.batch import TokenLogprobs
 from anaphora.types.outputs import FinishReason, PromptDone, SequenceUpdate
 from anaphora.types.reports import CacheReport
@@ -28,9 +28,9 @@ class Letters:
         return b"<end>" if token_id == EOS else bytes([token_id])
 
 
-def assembler(prompt_text: str | None = None, **sampling) -> RequestAssembler:
+def processor(prompt_text: str | None = None, **sampling) -> OutputProcessor:
     request = Request("r", (65, 66), SamplingParams(max_tokens=100, **sampling), arrival=0.0, eos_token_ids=(EOS,))
-    return RequestAssembler(request, Letters(), prompt_text)
+    return OutputProcessor(request, Letters(), prompt_text)
 
 
 def update(
@@ -52,7 +52,7 @@ def prompt_done(**fields) -> PromptDone:
 
 
 def test_a_whole_answer_has_all_that_was_said() -> None:
-    answer = assembler("AB", logprobs=0)
+    answer = processor("AB", logprobs=0)
     first = answer.update(update("he", logprobs=True, prompt=prompt_done(prompt_logprobs=(None, None))))
     last = answer.update(update("y", FinishReason.LENGTH, logprobs=True))
     assert (first.text, first.finish_reason, last.text, last.finish_reason) == ("he", None, "y", "length")
@@ -66,7 +66,7 @@ def test_a_whole_answer_has_all_that_was_said() -> None:
 
 
 def test_before_the_first_token_there_is_an_empty_answer() -> None:
-    output = assembler().output()
+    output = processor().output()
     assert (output.finished, output.num_cached_tokens, output.cache) == (False, 0, None)
     assert (output.outputs[0].text, output.outputs[0].logprobs, output.outputs[0].cumulative_logprob) == (
         "",
@@ -79,7 +79,7 @@ def test_before_the_first_token_there_is_an_empty_answer() -> None:
 @pytest.mark.parametrize("end", [EOS, ord("!")])
 @pytest.mark.parametrize("include", [True, False])
 def test_an_end_token_counts_and_shows_only_when_asked(skip_special: bool, end: int, include: bool) -> None:
-    answer = assembler(skip_special_tokens=skip_special, include_stop_str_in_output=include)
+    answer = processor(skip_special_tokens=skip_special, include_stop_str_in_output=include)
     delta = answer.update(update("a", FinishReason.STOP, end=(end,), stop_reason=None if end == EOS else end))
     shown = "" if not include or (end == EOS and skip_special) else Letters().token_bytes(end).decode()
     assert delta.text == "a" + shown
@@ -89,7 +89,7 @@ def test_an_end_token_counts_and_shows_only_when_asked(skip_special: bool, end: 
 
 
 def test_a_stop_string_over_two_updates_ends_the_choice_once() -> None:
-    answer = assembler(stop=("lo w",), logprobs=1)
+    answer = processor(stop=("lo w",), logprobs=1)
     first = answer.update(update("hello", logprobs=True))
     second = answer.update(update(" world", logprobs=True))
     late = answer.update(update("late", FinishReason.LENGTH, logprobs=True))
@@ -106,21 +106,21 @@ def test_a_stop_string_over_two_updates_ends_the_choice_once() -> None:
 
 
 def test_a_stop_string_in_the_last_update_needs_no_ending_by_the_caller() -> None:
-    answer = assembler(stop=("b",))
+    answer = processor(stop=("b",))
     delta = answer.update(update("abc", FinishReason.LENGTH))
     assert (delta.text, delta.token_ids, delta.finish_reason, delta.stop_reason) == ("a", (97, 98), "stop", "b")
     assert not delta.stopped_by_string
 
 
 def test_what_a_stop_string_held_back_comes_at_the_end() -> None:
-    answer = assembler(stop=("please",))
+    answer = processor(stop=("please",))
     answer.update(update("pleas"))
     assert answer.update(update("", FinishReason.STOP, end=(EOS,))).text == "pleas"
     assert answer.output().outputs[0].text == "pleas"
 
 
 def test_choices_are_apart_and_the_answer_ends_with_the_last() -> None:
-    answer = assembler(n=3, stop=("x",))
+    answer = processor(n=3, stop=("x",))
     assert answer.update(update("ax", choice=2)).stopped_by_string
     assert answer.update(update("b", choice=0)).text == "b"
     answer.update(update("c", FinishReason.LENGTH, choice=1))
@@ -136,7 +136,7 @@ def test_choices_are_apart_and_the_answer_ends_with_the_last() -> None:
 
 @pytest.mark.parametrize("reason", [FinishReason.ERROR, FinishReason.ABORT])
 def test_an_end_without_tokens_keeps_the_text_before_it(reason: FinishReason) -> None:
-    answer = assembler(stop=("lo",))
+    answer = processor(stop=("lo",))
     answer.update(update("hel"))
     delta = answer.update(SequenceUpdate("r", 0, (), 0.0, finish_reason=reason, error="broke"))
     assert (delta.text, delta.finish_reason, delta.stop_reason) == ("l", reason.value, "broke")
@@ -152,7 +152,7 @@ def test_an_end_without_tokens_keeps_the_text_before_it(reason: FinishReason) ->
 def test_deltas_add_up_however_the_tokens_come(text: str, stops: list[str], cuts: set[int], include: bool) -> None:
     data = text.encode()
     edges = [0, *sorted(cut for cut in cuts if 0 < cut < len(data)), len(data)]
-    answer = assembler(stop=tuple(stops), include_stop_str_in_output=include, logprobs=0)
+    answer = processor(stop=tuple(stops), include_stop_str_in_output=include, logprobs=0)
     deltas = []
     for first, last in itertools.pairwise(edges):
         finish = FinishReason.LENGTH if last == len(data) else None

@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from anaphora.text.sandbox import RenderError, Sandbox, SyntaxInvalid
+from anaphora.text.sandbox import RenderError, Sandbox, TemplateSyntaxError
 
 
 @pytest.fixture(scope="module")
@@ -89,7 +89,7 @@ def test_no_way_out(source: str, sandbox: Sandbox) -> None:
 
 
 def test_syntax_and_refusal_are_told_apart(sandbox: Sandbox) -> None:
-    with pytest.raises(SyntaxInvalid, match="line 2"):
+    with pytest.raises(TemplateSyntaxError, match="line 2"):
         sandbox.render("a\n{% for %}", {})
     with pytest.raises(RenderError, match=r"^no tools here$") as refusal:
         sandbox.render("{{ raise_exception('no tools here') }}", {})

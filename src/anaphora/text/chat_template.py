@@ -36,7 +36,7 @@ class ChatTemplate:
         self._now = now
         try:
             self._run([], {})
-        except sandbox.SyntaxInvalid as error:
+        except sandbox.TemplateSyntaxError as error:
             raise ModelError(f"the chat template does not compile: {error}") from error
         except sandbox.RenderError:
             pass  # no messages at all: many templates refuse that

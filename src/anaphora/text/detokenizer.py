@@ -20,8 +20,8 @@ class Vocabulary(Protocol):
     def token_bytes(self, token_id: int) -> bytes: ...
 
 
-@dataclass(slots=True)  # one a token, as text.assemble.ChoiceDelta
-class Delta:
+@dataclass(slots=True)  # one a token, as output_processor.ChoiceDelta
+class TextDelta:
     """What one call added. ``text`` is whole characters, append-only, and never (part of) a stop string.
 
     ``tokens`` is how many of the given ids belong to the output: all of them, unless a stop string ended it within;
@@ -61,13 +61,13 @@ class Detokenizer:
         self._parts = ["".join(self._parts)]
         return self._parts[0]
 
-    def add(self, token_ids: Sequence[int], finished: bool) -> Delta:
+    def add(self, token_ids: Sequence[int], finished: bool) -> TextDelta:
         """Take in the next tokens; ``finished`` says that no more will come, so what was held back is given out.
 
-        After a stop string or ``finished``, further tokens give an empty Delta of 0 tokens.
+        After a stop string or ``finished``, further tokens give an empty TextDelta of 0 tokens.
         """
         if self._ended:
-            return Delta("", 0, None)
+            return TextDelta("", 0, None)
         pieces: list[str] = []
         for count, token_id in enumerate(token_ids, start=1):
             self._num_tokens += 1
@@ -81,11 +81,11 @@ class Detokenizer:
             pieces.append(self._stops.flush() + self._utf8.decode(b"", final=True))
         return self._give(pieces, len(token_ids), None)
 
-    def _give(self, pieces: list[str], tokens: int, stop: str | None) -> Delta:
+    def _give(self, pieces: list[str], tokens: int, stop: str | None) -> TextDelta:
         text = "".join(pieces)
         if text:
             self._parts.append(text)
-        return Delta(text, tokens, stop)
+        return TextDelta(text, tokens, stop)
 
     def _characters(self, token_id: int) -> str:
         """The characters that this token completes."""

@@ -21,7 +21,7 @@ _NAMES = {
 """Names in generation_config.json to names of SamplingParams."""
 
 
-class EndTokens(Protocol):
+class HasEosTokens(Protocol):
     """What is needed of a tokenizer."""
 
     eos_token_ids: tuple[int, ...]
@@ -35,7 +35,7 @@ class GenerationDefaults:
     eos_token_ids: tuple[int, ...]
 
 
-def load_defaults(folder: Path, generation_config: str, tokenizer: EndTokens) -> GenerationDefaults:
+def load_defaults(folder: Path, generation_config: str, tokenizer: HasEosTokens) -> GenerationDefaults:
     """Read the defaults of the model in ``folder``.
 
     ``generation_config``: ``auto`` takes sampling parameters from the model's generation_config.json, ``vllm`` takes

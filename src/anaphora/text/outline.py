@@ -23,7 +23,7 @@ NOBODY = -1
 TOOLS = -1
 """The message index of tools."""
 ALWAYS_COMPARED = 12
-CACHED_SKELETONS = 4096
+CACHED_OUTLINES = 4096
 CACHED_CHARACTERS = 2**24
 _MARK = "\ue000{}\ue001"
 _MARKED = re.compile("\ue000([0-9]{1,9})\ue001")
@@ -34,7 +34,7 @@ Texts = Callable[[], Sequence[tuple[str, str]]]
 """Gives kind and text of all texts of a body: its tools in order, then its messages' as ``texts_of`` yields them."""
 
 
-class Skeleton:
+class PromptOutline:
     """A prompt in ``parts``: (number of the text that it is, or NOBODY; how it reads, None: as the text itself)."""
 
     __slots__ = ("__weakref__", "parts")
@@ -44,7 +44,7 @@ class Skeleton:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class PromptPosition:
     """A character of a message's texts (all in order, a line break between two) or of the tools' (TOOLS, "tools").
 
     The template's own text has the role "" and the index NOBODY, and ``character`` counts from where it begins.
@@ -56,7 +56,7 @@ class Place:
 
 
 @dataclass(frozen=True, slots=True)
-class Owner:
+class TextOwner:
     """Whose a text is, and where it begins in its message's texts."""
 
     message: int
@@ -64,15 +64,15 @@ class Owner:
     offset: int
 
 
-def place(parts: Iterable[tuple[int, int]], owners: Sequence[Owner], at: int) -> Place | None:
+def position_at(parts: Iterable[tuple[int, int]], owners: Sequence[TextOwner], at: int) -> PromptPosition | None:
     """Where character ``at`` of a prompt is; None behind its end. ``parts`` are its (owner, length) in order."""
     done = 0
     for number, length in parts:
         if at < done + length:
             if number == NOBODY:
-                return Place(NOBODY, "", at - done)
+                return PromptPosition(NOBODY, "", at - done)
             owner = owners[number]
-            return Place(owner.message, owner.role, owner.offset + at - done)
+            return PromptPosition(owner.message, owner.role, owner.offset + at - done)
         done += length
     return None
 
@@ -106,8 +106,8 @@ def _part_text(part: Any) -> str:
     return part if isinstance(part, str) else str(part.get("text") or part.get("refusal") or "")
 
 
-class Skeletons:
-    """The skeletons of the prompts that one template makes. Safe to use from several threads."""
+class OutlineBuilder:
+    """Builds and caches the outlines of prompts of one template. Safe to use from several threads."""
 
     def __init__(self, template: ChatTemplate) -> None:
         self._template = template
@@ -115,13 +115,13 @@ class Skeletons:
         self._marks_calls, self._shows_ids = _probe(template)
         self._keeps_spaces = _keeps_spaces(template)
         self._misses = 0
-        self._known: dict[bytes, Skeleton] = {}
+        self._known: dict[bytes, PromptOutline] = {}
         self._characters = 0
 
-    def of(
+    def outline_of(
         self, messages: list[Message], tools: list[Any], kwargs: dict[str, Any], texts: Texts, **options: Any
-    ) -> Skeleton:
-        """The skeleton of a prompt; ``options`` are those of ChatTemplate.render. InvalidRequest where it refuses."""
+    ) -> PromptOutline:
+        """The outline of a prompt; ``options`` are those of ChatTemplate.render. InvalidRequest where it refuses."""
 
         def render(messages: list[Message]) -> str:
             return self._template.render(messages, tools=tools, kwargs=kwargs, **options)
@@ -131,29 +131,29 @@ class Skeletons:
             key = _key(marked, tools, kwargs, options)
             if (known := self._known.get(key)) is not None:
                 return known
-            skeleton = search(render(marked), texts(), marked=True)
-            if self._is_true(skeleton, lambda: render(messages), texts):
-                return self._keep(key, skeleton)
+            outline = split_rendering(render(marked), texts(), marked=True)
+            if self._is_true(outline, lambda: render(messages), texts):
+                return self._keep(key, outline)
             self._marks = False
             self._known.clear()
-        return search(render(messages), texts())
+        return split_rendering(render(messages), texts())
 
-    def _keep(self, key: bytes, skeleton: Skeleton) -> Skeleton:
-        characters = sum(len(own) for _, own in skeleton.parts if own is not None)
-        if len(self._known) >= CACHED_SKELETONS or self._characters + characters > CACHED_CHARACTERS:
+    def _keep(self, key: bytes, outline: PromptOutline) -> PromptOutline:
+        characters = sum(len(own) for _, own in outline.parts if own is not None)
+        if len(self._known) >= CACHED_OUTLINES or self._characters + characters > CACHED_CHARACTERS:
             self._known.clear()
             self._characters = 0
-        self._known[key] = skeleton
+        self._known[key] = outline
         self._characters += characters
-        return skeleton
+        return outline
 
-    def _is_true(self, skeleton: Skeleton, rendered: Callable[[], str], texts: Texts) -> bool:
+    def _is_true(self, outline: PromptOutline, rendered: Callable[[], str], texts: Texts) -> bool:
         """Whether the marks made no difference; true unasked for most of those after the first few."""
         self._misses += 1
         if self._misses > ALWAYS_COMPARED and self._misses & (self._misses - 1):
             return True
         known = texts()
-        return "".join(known[owner][1] if own is None else own for owner, own in skeleton.parts) == rendered()
+        return "".join(known[owner][1] if own is None else own for owner, own in outline.parts) == rendered()
 
     def _marked(self, messages: list[Message], first: int) -> list[Message]:
         """The messages with marks for the texts that the template passes on as they are; the rest is left.
@@ -196,7 +196,7 @@ def _key(*values: Any) -> bytes:
     return blake2b(json.dumps(values).encode(), digest_size=16).digest()
 
 
-def search(text: str, texts: Sequence[tuple[str, str]], *, marked: bool = False) -> Skeleton:
+def split_rendering(text: str, texts: Sequence[tuple[str, str]], *, marked: bool = False) -> PromptOutline:
     """A rendering cut at the texts (kind, text) that stand in it as they are, and, if it is ``marked``, at marks."""
     found: list[tuple[int, int, int, bool]] = []
     marks: dict[int, int] = {}
@@ -218,7 +218,7 @@ def search(text: str, texts: Sequence[tuple[str, str]], *, marked: bool = False)
                 found.append((at, at + len(needle), number, False))
                 cursor = max(cursor, at + len(needle))
                 break
-    return Skeleton(_cut(text, sorted(found)))
+    return PromptOutline(_cut(text, sorted(found)))
 
 
 def _cut(text: str, found: list[tuple[int, int, int, bool]]) -> Iterator[tuple[int, str | None]]:

@@ -29,7 +29,7 @@ class ChoiceDelta:
     stopped_by_string: bool = False
 
 
-class RequestAssembler:
+class OutputProcessor:
     """Assembles the answer to one request from its SequenceUpdates, in the order in which they come.
 
     Used for streaming (the deltas) and for whole answers (``output``). A stop or end token counts among the tokens of

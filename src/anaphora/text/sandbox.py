@@ -33,7 +33,7 @@ class RenderError(Exception):
         self.refused = refused
 
 
-class SyntaxInvalid(RenderError):
+class TemplateSyntaxError(RenderError):
     """The template cannot be compiled."""
 
 
@@ -63,7 +63,7 @@ class Sandbox:
         if "text" in answer:
             return str(answer["text"])
         if answer.get("syntax"):
-            raise SyntaxInvalid(answer["error"])
+            raise TemplateSyntaxError(answer["error"])
         raise RenderError(answer["error"], refused=bool(answer.get("refused")))
 
     def kill(self) -> None:

@@ -20,7 +20,7 @@ from anaphora.errors import ModelError
 _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
-class Pieces:
+class TokenBytes:
     """Token ids to bytes, read from the decoder that tokenizer.json names."""
 
     def __init__(self, backend: tokenizers.Tokenizer) -> None:

@@ -13,7 +13,7 @@ import tokenizers
 
 from anaphora.errors import InvalidRequest, ModelError
 from anaphora.text.chat_template import ChatTemplate
-from anaphora.text.token_bytes import Pieces
+from anaphora.text.token_bytes import TokenBytes
 
 logger = logging.getLogger(__name__)
 
@@ -33,7 +33,7 @@ class Tokenizer:
         backend.no_truncation()
         backend.no_padding()
         self._backend = backend
-        self._pieces = Pieces(backend)
+        self._token_bytes = TokenBytes(backend)
         self.special_tokens = {name: text for name in _SPECIAL_NAMES if (text := _content(config.get(name)))}
         named = {name: backend.token_to_id(text) for name, text in self.special_tokens.items()}
         marked = {token_id for token_id, token in backend.get_added_tokens_decoder().items() if token.special}
@@ -95,18 +95,18 @@ class Tokenizer:
     def decode(self, ids: Iterable[int], skip_special_tokens: bool = True) -> str:
         """Text of token ids; bytes that are no UTF-8 become U+FFFD, ids beyond the vocabulary nothing."""
         skipped = self.special_ids if skip_special_tokens else frozenset()
-        raw = b"".join(self._pieces.bytes_of(token_id) for token_id in ids if token_id not in skipped)
+        raw = b"".join(self._token_bytes.bytes_of(token_id) for token_id in ids if token_id not in skipped)
         text = raw.decode("utf-8", errors="replace")
         return text.removeprefix(" ") if self.strips_leading_space else text
 
     @property
     def strips_leading_space(self) -> bool:
         """Whether a space at the very beginning of a text is the vocabulary's own and not part of the text."""
-        return self._pieces.strips_leading_space
+        return self._token_bytes.strips_leading_space
 
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes that the token stands for inside a text; empty for an id beyond the vocabulary."""
-        return self._pieces.bytes_of(token_id)
+        return self._token_bytes.bytes_of(token_id)
 
     def token_text(self, token_id: int) -> str:
         """The text of one token as log-probabilities show it: its bytes as UTF-8, invalid ones as U+FFFD."""

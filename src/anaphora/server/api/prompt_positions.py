@@ -11,7 +11,17 @@ from anaphora.server.api.prompts import Prompt
 from anaphora.server.api.protocol import ChatRequest, CompletionRequest
 from anaphora.server.service import TextComponents
 from anaphora.text.chat_template import ChatTemplate
-from anaphora.text.outline import TOOLS, Owner, Place, Skeleton, Skeletons, place, search, texts_of, tool_text
+from anaphora.text.outline import (
+    TOOLS,
+    OutlineBuilder,
+    PromptOutline,
+    PromptPosition,
+    TextOwner,
+    position_at,
+    split_rendering,
+    texts_of,
+    tool_text,
+)
 from anaphora.text.tokenizer import Tokenizer
 from anaphora.types.reports import CacheReport
 
@@ -27,14 +37,14 @@ def first_miss(
         return None
     character = _character(text.tokenizer, prompt.token_ids, report.position, prompt.text)
     if not isinstance(body, ChatRequest):
-        return _as_json(Place(0, "prompt", character))
+        return _as_json(PromptPosition(0, "prompt", character))
     if text.template is None:
         return None
     found = _in_chat(text.template, body, prompt.text, character)
     return None if found is None else _as_json(found)
 
 
-def _as_json(found: Place) -> dict[str, Any]:
+def _as_json(found: PromptPosition) -> dict[str, Any]:
     message = found.message if found.role and found.role != "tools" else None
     return {"message": message, "role": found.role or "template", "character": found.character}
 
@@ -65,38 +75,40 @@ _INNER_BYTES = bytes(range(0x80, 0xC0))
 
 
 @functools.lru_cache(maxsize=4)
-def _skeletons(template: ChatTemplate) -> Skeletons:
-    return Skeletons(template)
+def _outline_builder(template: ChatTemplate) -> OutlineBuilder:
+    return OutlineBuilder(template)
 
 
-def _in_chat(template: ChatTemplate, body: ChatRequest, text: str, character: int) -> Place | None:
+def _in_chat(template: ChatTemplate, body: ChatRequest, text: str, character: int) -> PromptPosition | None:
     tools = body.tools or []
-    owners: list[Owner] = []
+    owners: list[TextOwner] = []
     texts: list[tuple[str, str]] = []
     offset = 0
     for tool in tools:
         texts.append(("tool", tool_text(tool)))
-        owners.append(Owner(TOOLS, "tools", offset))
+        owners.append(TextOwner(TOOLS, "tools", offset))
         offset += len(texts[-1][1]) + 1
     for index, message in enumerate(body.messages):
         offset = 0
         for kind, _, own in texts_of(message):
             texts.append((kind, own))
-            owners.append(Owner(index, message["role"], offset))
+            owners.append(TextOwner(index, message["role"], offset))
             offset += len(own) + 1
-    skeleton = _skeleton(template, body, text, texts)
-    return place(
-        ((owner, len(texts[owner][1] if own is None else own)) for owner, own in skeleton.parts), owners, character
+    outline = _outline(template, body, text, texts)
+    return position_at(
+        ((owner, len(texts[owner][1] if own is None else own)) for owner, own in outline.parts), owners, character
     )
 
 
-def _skeleton(template: ChatTemplate, body: ChatRequest, text: str, texts: list[tuple[str, str]]) -> Skeleton:
-    """Returns the skeleton of this prompt; if the template prints the time or refuses placeholders, by searching."""
+def _outline(template: ChatTemplate, body: ChatRequest, text: str, texts: list[tuple[str, str]]) -> PromptOutline:
+    """Returns the outline of this prompt; if the template prints the time or refuses placeholders, by searching."""
     options = prompts.template_options(body)
     kwargs = options.pop("kwargs") or {}
     try:
-        skeleton = _skeletons(template).of(body.messages, body.tools or [], kwargs, lambda: texts, **options)
+        outline = _outline_builder(template).outline_of(
+            body.messages, body.tools or [], kwargs, lambda: texts, **options
+        )
     except InvalidRequest:
-        return search(text, texts)
-    filled = "".join(texts[owner][1] if own is None else own for owner, own in skeleton.parts)
-    return skeleton if filled == text else search(text, texts)
+        return split_rendering(text, texts)
+    filled = "".join(texts[owner][1] if own is None else own for owner, own in outline.parts)
+    return outline if filled == text else split_rendering(text, texts)

@@ -17,7 +17,7 @@ from anaphora.server.api.prompts import Prompt
 from anaphora.server.api.protocol import ChatRequest, CompletionRequest
 from anaphora.server.api.request_context import RequestContext
 from anaphora.server.service import Service
-from anaphora.text.output_processor import ChoiceDelta, RequestAssembler
+from anaphora.text.output_processor import ChoiceDelta, OutputProcessor
 from anaphora.text.tokenizer import Tokenizer
 from anaphora.types.outputs import CompletionOutput, FinishReason, PromptDone, SequenceUpdate
 from anaphora.types.request import Request
@@ -45,7 +45,7 @@ class PromptRun:
         self.body = body
         self.request = request
         self.prompt = prompt
-        self._assembler = RequestAssembler(request, tokenizer, prompt.text, first_choice)
+        self._processor = OutputProcessor(request, tokenizer, prompt.text, first_choice)
         self._last_times: dict[int, float] = {}
         self._unix_time = time.time()
         self._ttft: float | None = None
@@ -53,12 +53,12 @@ class PromptRun:
     @property
     def done(self) -> PromptDone | None:
         """Cache report, prompt times and prompt log-probabilities; None before the first token."""
-        return self._assembler.prompt_done
+        return self._processor.prompt_done
 
     @property
     def choices(self) -> list[CompletionOutput]:
         """The choices so far."""
-        return self._assembler.output().outputs
+        return self._processor.output().outputs
 
     @property
     def cached_tokens(self) -> int:
@@ -68,7 +68,7 @@ class PromptRun:
     @property
     def completion_tokens(self) -> int:
         """Tokens generated so far, of all choices."""
-        return self._assembler.num_generated
+        return self._processor.num_generated
 
     async def deltas(self, service: Service, fields: dict[str, Any]) -> AsyncGenerator[ChoiceDelta, None]:
         """Runs the request and yields what each update adds to a choice. Leaving early aborts the request.
@@ -86,7 +86,7 @@ class PromptRun:
                     delta = self._add(update, service)
                     if delta.stopped_by_string:
                         await service.engine.finish_choice(self.request.id, update.choice)
-                    if delta.finish_reason is not None and self._assembler.finished:
+                    if delta.finish_reason is not None and self._processor.finished:
                         finish = self.choices[0].finish_reason or finish
                     yield delta
         except Exception as error:
@@ -105,7 +105,7 @@ class PromptRun:
         if update.error is not None or update.finish_reason is FinishReason.ERROR:
             raise StepFailed(update.error or "the engine could not go on with this request")
         first = self.done is None
-        delta = self._assembler.update(update)
+        delta = self._processor.update(update)
         if first and self.done is not None:
             service.prompt_done(len(self.request.prompt_token_ids), self.cached_tokens)
         if update.token_ids:

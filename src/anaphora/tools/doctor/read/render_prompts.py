@@ -9,7 +9,7 @@ from weakref import WeakKeyDictionary
 import msgspec
 
 from anaphora.text.chat_template import ChatTemplate
-from anaphora.text.outline import NOBODY, TOOLS, Skeleton, Skeletons, texts_of, tool_text
+from anaphora.text.outline import NOBODY, TOOLS, OutlineBuilder, PromptOutline, texts_of, tool_text
 from anaphora.tools.doctor.read.prompts import TEMPLATE, Prompt, Run, Segment
 from anaphora.tools.doctor.read.token_store import TokenStore
 from anaphora.tools.shared.request_log.bodies import LoggedRequest
@@ -24,8 +24,8 @@ class Renderer:
     def __init__(self, template: ChatTemplate, store: TokenStore) -> None:
         self.template = template
         self._store = store
-        self._skeletons = Skeletons(template)
-        self._interned: WeakKeyDictionary[Skeleton, list[tuple[int, int | None]]] = WeakKeyDictionary()
+        self._outlines = OutlineBuilder(template)
+        self._interned: WeakKeyDictionary[PromptOutline, list[tuple[int, int | None]]] = WeakKeyDictionary()
         self._message_ids: dict[tuple[str, tuple[int, ...]], int] = {}
         self._number = 0
         self._last_tools: tuple[bytes, list[Segment]] = b"", []
@@ -110,11 +110,11 @@ class Renderer:
         def texts() -> list[tuple[str, str]]:
             return [(segment.kind, self._store.text(segment.text)) for segment in segments]
 
-        skeleton = self._skeletons.of(messages, logged.tools, logged.kwargs, texts)
-        if (parts := self._interned.get(skeleton)) is None:
+        outline = self._outlines.outline_of(messages, logged.tools, logged.kwargs, texts)
+        if (parts := self._interned.get(outline)) is None:
             intern = self._store.intern
-            parts = [(owner, None if own is None else intern(own)) for owner, own in skeleton.parts]
-            self._interned[skeleton] = parts
+            parts = [(owner, None if own is None else intern(own)) for owner, own in outline.parts]
+            self._interned[outline] = parts
         return [(owner, segments[owner].text if own is None else own) for owner, own in parts]
 
     def _with_variables(self, logged: LoggedRequest, segments: list[Segment], runs: list[Run]) -> list[Run]:

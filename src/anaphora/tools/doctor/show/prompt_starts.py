@@ -115,8 +115,8 @@ def explain(first: str, second: str, model: TokenizerAndTemplate, console: Conso
 
 def place(log: Log, prompt: Prompt, at: int) -> tuple[int, str, int]:
     """(message, role, character in its text) of a place in the rendered prompt."""
-    owners = [outline.Owner(segment.message, segment.role, segment.offset) for segment in prompt.segments]
-    found = outline.place(((owner, len(log.store.text(text))) for owner, text in prompt.runs), owners, at)
+    owners = [outline.TextOwner(segment.message, segment.role, segment.offset) for segment in prompt.segments]
+    found = outline.position_at(((owner, len(log.store.text(text))) for owner, text in prompt.runs), owners, at)
     if found is None:
         return len(prompt.roles) - 1, "the end", 0
     return found.message, found.role or "the template's own text", found.character
