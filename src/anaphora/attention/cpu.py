@@ -89,11 +89,12 @@ class CpuAttention:
             records[places] = self._planned(layout, heads, window).record
             records["query_head"][places] = layout.key_size
             records["query_row"][places] = heads * layout.key_size
-        by_tiles = self._pools[0].dtype == torch.bfloat16
-        records["tiles"], records["query_kind"] = amx.SHAPES.ctypes.data if by_tiles else 0, simd.BFLOAT16
+        tiled = np.array(self._tiled[layers.start : layers.stop])
+        by_tiles = tiled | (amx.AMX and self._pools[0].dtype == torch.bfloat16)
+        records["tiles"], records["query_kind"] = np.where(by_tiles, amx.SHAPES.ctypes.data, 0), simd.BFLOAT16
         records["query"], records["out"], records["sinks"] = query, out, 0
         records["pool_kind"] = KINDS[self._pools[0].dtype]
-        records["tiled"] = self._tiled[layers.start : layers.stop]
+        records["tiled"] = tiled
         records["pool"] = self._addresses[layers.start : layers.stop]
         records["scale"] = [options[layer].scale for layer in layers]
         records["softcap"] = [options[layer].softcap or 0.0 for layer in layers]
