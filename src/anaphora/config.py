@@ -1,4 +1,4 @@
-"""Settings: frozen dataclasses. A field's metadata is its command-line help; names and meaning are vLLM's."""
+"""Settings as frozen dataclasses. A field's metadata is its command-line help; names and meanings are vLLM's."""
 
 from __future__ import annotations
 
@@ -18,57 +18,59 @@ _UNITS |= {"K": 2**10, "M": 2**20, "G": 2**30, "Ki": 2**10, "Mi": 2**20, "Gi": 2
 
 
 def parse_bytes(text: str | int) -> int:
-    """``512M`` and ``4G`` (powers of 1024, as vLLM reads capitals), ``4g`` (powers of 1000), or plain bytes."""
+    """Parse ``512M`` and ``4G`` (powers of 1024, as in vLLM), ``4g`` (powers of 1000), or a number of bytes."""
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kKmMgG]?i?)[bB]?\s*", str(text))
     if not match or match[2] not in _UNITS:
-        raise ConfigError(f"{text!r} is no size: write bytes, or a number with K, M or G, such as 512M or 4G")
+        raise ConfigError(f"{text!r} is not a size: write bytes, or a number with K, M or G, such as 512M or 4G")
     return int(float(match[1]) * _UNITS[match[2]])
 
 
 def parse_gib(text: str) -> float:
-    """A size in GiB, such as ``24`` or ``23.5``."""
+    """Parse a size in GiB, such as ``24`` or ``23.5``."""
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(?:Gi?B?)?\s*", text)
     if not match:
-        raise ConfigError(f"{text!r} is no size in GiB: write a number, such as 24")
+        raise ConfigError(f"{text!r} is not a size in GiB: write a number, such as 24")
     return float(match[1])
 
 
 def parse_count(text: str) -> int:
-    """A number of tokens as vLLM reads it: ``32768``, ``32k`` (powers of 1000) or ``32K`` (powers of 1024)."""
+    """Parse a number of tokens as vLLM does: ``32768``, ``32k`` (powers of 1000) or ``32K`` (powers of 1024)."""
     match = re.fullmatch(r"\s*(\d{1,15}|\d{1,15}\.\d+(?=[kmg]))([kKmMgG]?)\s*", text)
     if not match:
-        raise ConfigError(f"{text!r} is no number of tokens: write a whole number, 32k (32,000) or 32K (32,768)")
+        raise ConfigError(f"{text!r} is not a number of tokens: write a whole number, 32k (32,000) or 32K (32,768)")
     return round(float(match[1]) * _UNITS[match[2]])
 
 
 def parse_server_url(text: str) -> str:
-    """A server's address without the API's ``/v1`` and without a slash at its end. ConfigError where it is none."""
+    """Return a server's address without a trailing ``/v1`` or slash. Raises ConfigError if it is not HTTP."""
     try:
         parts = urlsplit(text if "//" in text else f"http://{text}")
         good = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
     except ValueError:
         good = False
     if not good or parts.query or parts.fragment:
-        raise ConfigError(f"{text!r} is no server address: write something like http://127.0.0.1:8000")
+        raise ConfigError(f"{text!r} is not a server address: write something like http://127.0.0.1:8000")
     return f"{parts.scheme}://{parts.netloc}{parts.path}".rstrip("/").removesuffix("/v1")
 
 
 def option(default: Any, help: str, **more: Any) -> Any:
-    """A field that the command line shows.
+    """Return a dataclass field that is also a command-line flag.
 
-    ``more``: choices, parse (text to value), metavar, flag, hidden, positional, remainder (what follows
-    ``--``), cpu_note (printed where the flag is given on a machine without a GPU).
+    ``more`` may contain choices, parse (text to value), metavar, flag, hidden, positional, also_flag (of a positional),
+    remainder (everything after ``--``), cpu_note (printed if the flag is used on a machine without a GPU).
     """
     return field(default=default, metadata={"help": help, **more})
 
 
 def flag_name(field: Field[Any]) -> str:
-    """The flag that sets a field."""
+    """Return the command-line flag that sets a field."""
     return str(field.metadata.get("flag", "--" + field.name.replace("_", "-")))
 
 
 @dataclass(frozen=True)
 class ModelConfig:
+    """Which model to load, and how."""
+
     model: str | None = option(
         None,
         "folder in Hugging Face layout, hub name, or GGUF file; left out: the embedded SmolLM2-135M-Instruct",
@@ -77,7 +79,9 @@ class ModelConfig:
     )
     served_model_name: tuple[str, ...] = option((), "name or names under which the API knows the model", metavar="NAME")
     dtype: str = option(
-        "auto", "of weights and activations", choices=("auto", "bfloat16", "float16", "half", "float32", "float")
+        "auto",
+        "data type of weights and activations",
+        choices=("auto", "bfloat16", "float16", "half", "float32", "float"),
     )
     device: str = option("auto", "where the model runs: auto is a GPU if there is one", choices=("auto", "cpu", "cuda"))
     load_format: str = option(
@@ -90,10 +94,10 @@ class ModelConfig:
         "on a GPU: capture no CUDA graphs, which starts sooner and runs slower",
         cpu_note="it has no effect on a CPU, where there are no graphs",
     )
-    seed: int = option(0, "base of the sampling seed where a request gives none")
+    seed: int = option(0, "base of the sampling seed of requests that set none")
     max_model_len: int | None = option(
         None,
-        "longest prompt plus answer in tokens; capped at what model and cache hold",
+        "longest prompt plus answer in tokens; capped at what the model supports and the cache holds",
         parse=parse_count,
         metavar="N",
     )
@@ -101,7 +105,7 @@ class ModelConfig:
     trust_remote_code: bool = option(False, "run Python code that comes with a model folder")
     generation_config: str = option(
         "auto",
-        "where default sampling parameters come from: auto (the model's generation_config.json), vllm (none), "
+        "source of the default sampling parameters: auto (the model's generation_config.json), vllm (none), "
         "or a folder",
         metavar="auto|vllm|PATH",
     )
@@ -117,8 +121,10 @@ class ModelConfig:
 
 @dataclass(frozen=True)
 class CacheConfig:
-    enable_prefix_caching: bool = option(True, "reuse the KV blocks of prompt beginnings that were computed before")
-    block_size: int = option(16, "tokens in one KV block; changes no result", metavar="TOKENS")
+    """The KV block pool and prefix caching."""
+
+    enable_prefix_caching: bool = option(True, "reuse the KV blocks of prefixes that were computed before")
+    block_size: int = option(16, "tokens per KV block; does not change results", metavar="TOKENS")
     gpu_memory_utilization: float = option(
         0.9,
         "share of the GPU's memory that may be used (on a CPU: see --kv-cache-memory-bytes)",
@@ -140,7 +146,7 @@ class CacheConfig:
     )
     kv_cache_dtype: str = option(
         "auto",
-        "of the cached keys and values; fp8 (e4m3, with a scale for each token and head) needs a GPU",
+        "data type of cached keys and values; fp8 (e4m3, with a scale for each token and head) needs a GPU",
         metavar="auto|bfloat16|float16|float32|fp8",
     )
 
@@ -157,9 +163,11 @@ class CacheConfig:
 
 @dataclass(frozen=True)
 class SchedulerConfig:
-    max_num_seqs: int = option(256, "sequences that run at the same time", metavar="N")
-    max_num_batched_tokens: int = option(2048, "tokens computed in one step", parse=parse_count, metavar="N")
-    shared_prefix_attention: bool = option(True, "decode reads a prefix that several sequences share once per step")
+    """Limits of one step."""
+
+    max_num_seqs: int = option(256, "most sequences that run at the same time", metavar="N")
+    max_num_batched_tokens: int = option(2048, "most tokens computed in one step", parse=parse_count, metavar="N")
+    shared_prefix_attention: bool = option(True, "in decode, read a prefix that several sequences share once per step")
 
     def __post_init__(self) -> None:
         if self.max_num_seqs < 1:
@@ -170,7 +178,7 @@ class SchedulerConfig:
 
 @dataclass(frozen=True)
 class EngineConfig:
-    """All that the engine process is told. ``runner`` is the dotted path ``module:function`` that makes the Runner."""
+    """All settings of the engine process. ``runner`` is the ``module:function`` that makes the Runner."""
 
     model: ModelConfig = ModelConfig()
     cache: CacheConfig = CacheConfig()
@@ -180,22 +188,26 @@ class EngineConfig:
 
 @dataclass(frozen=True)
 class ServerConfig:
+    """The HTTP server."""
+
     host: str = option("0.0.0.0", "address to listen on")
     port: int = option(8000, "port to listen on")
     api_key: tuple[str, ...] = option((), "key or keys that clients must send as a bearer token", metavar="KEY")
-    record: str | None = option(None, "write a JSON line a request to this file (rotated)", metavar="FILE")
+    record: str | None = option(None, "write one JSON line per request to this file (rotated)", metavar="FILE")
     record_prompts: bool = option(False, "with --record: write the request bodies too")
     warm: str | None = option(
         None, "compute the prefixes in this file (request bodies or text) before serving, and pin them", metavar="FILE"
     )
     max_body_bytes: int = option(
-        32 * 2**20, "largest request body that is read", parse=parse_bytes, metavar="SIZE", flag="--max-body-size"
+        32 * 2**20, "largest request body accepted", parse=parse_bytes, metavar="SIZE", flag="--max-body-size"
     )
     shutdown_timeout: float = option(
-        5.0, "seconds that running requests have after SIGINT or SIGTERM; then they are aborted", metavar="SECONDS"
+        5.0,
+        "seconds after SIGINT or SIGTERM in which running requests may finish before they are aborted",
+        metavar="SECONDS",
     )
-    enable_auto_tool_choice: bool = option(False, "read tool calls out of answers; needs --tool-call-parser")
-    tool_call_parser: str | None = option(None, "the form in which the model writes tool calls", choices=("hermes",))
+    enable_auto_tool_choice: bool = option(False, "parse tool calls in answers; needs --tool-call-parser")
+    tool_call_parser: str | None = option(None, "the format in which the model writes tool calls", choices=("hermes",))
     log_interval: float = option(10.0, "seconds between the log lines with rates under load", hidden=True)
 
     def __post_init__(self) -> None:
@@ -208,13 +220,16 @@ class ServerConfig:
 
 
 SERVE_SETTINGS: tuple[type, ...] = (ModelConfig, CacheConfig, SchedulerConfig, ServerConfig)
-"""All that ``anaphora serve`` takes."""
+"""The settings of ``anaphora serve``."""
 
 _NESTED: dict[str, type] = {"model": ModelConfig, "cache": CacheConfig, "scheduler": SchedulerConfig}
 
 
 def from_dict(cls: type[T], values: dict[str, Any]) -> T:
-    """Build one of these classes from plain values (the reverse of dataclasses.asdict), ignoring nothing."""
+    """Return a config of class ``cls`` from plain values (the reverse of dataclasses.asdict).
+
+    Raises ConfigError for unknown names.
+    """
     if unknown := set(values) - {f.name for f in fields(cls)}:  # type: ignore[arg-type]
         raise ConfigError(f"{cls.__name__} has no setting {', '.join(sorted(unknown))}")
     ready: dict[str, Any] = {}
@@ -226,21 +241,24 @@ def from_dict(cls: type[T], values: dict[str, Any]) -> T:
 
 
 def engine_config(settings: Mapping[str, Any]) -> EngineConfig:
-    """Sort settings into the config classes by field name. ConfigError names an unknown one and what is close."""
-    homes = {f.name: (section, f) for section, cls in _NESTED.items() for f in fields(cls)}
+    """Return an EngineConfig with these settings, given by field name.
+
+    Raises ConfigError for an unknown name (with the closest known one) and for a value of the wrong type.
+    """
+    known = {f.name: (section, f) for section, cls in _NESTED.items() for f in fields(cls)}
     sections: dict[str, dict[str, Any]] = {section: {} for section in _NESTED}
     for name, value in settings.items():
-        if name not in homes:
-            close = difflib.get_close_matches(name, homes, n=1)
-            hint = f"; did you mean {close[0]}?" if close else f"; there are {', '.join(sorted(homes))}"
+        if name not in known:
+            close = difflib.get_close_matches(name, known, n=1)
+            hint = f"; did you mean {close[0]}?" if close else f"; the settings are {', '.join(sorted(known))}"
             raise ConfigError(f"there is no setting {name!r}{hint}", param=name)
-        section, spec = homes[name]
+        section, spec = known[name]
         sections[section][name] = _setting(spec, value)
     return EngineConfig(**{section: from_dict(_NESTED[section], values) for section, values in sections.items()})
 
 
 def _setting(spec: Field[Any], value: Any) -> Any:
-    """A setting as its config class wants it: text parsed as the command line does, its type and choices checked."""
+    """Return the value for a field: text is parsed as on the command line, type and choices are checked."""
     if isinstance(spec.default, tuple):
         named = (value,) if isinstance(value, str) else value
         if not isinstance(named, (list, tuple)) or not all(isinstance(entry, str) for entry in named):

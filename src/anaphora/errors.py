@@ -1,10 +1,10 @@
-"""Every error that a user can meet. Each class carries the HTTP status and the exit code that it leads to."""
+"""All errors that users can see. Each class has the HTTP status and the exit code that it leads to."""
 
 from __future__ import annotations
 
 
 class AnaphoraError(Exception):
-    """Base of all. The message names what was wrong, with which value, and what to do."""
+    """Base class. The message says what is wrong, with which value, and what to do; ``param`` names the field."""
 
     status = 500
     exit_code = 1
@@ -17,7 +17,7 @@ class AnaphoraError(Exception):
 
 
 class InvalidRequest(AnaphoraError):
-    """The request cannot be served as it stands; ``param`` names the field."""
+    """The request is invalid or can never be served."""
 
     status = 400
     exit_code = 2
@@ -33,7 +33,7 @@ class Unauthorized(AnaphoraError):
 
 
 class NotFound(AnaphoraError):
-    """An unknown model or route."""
+    """The model, route, or pinned prefix does not exist."""
 
     status = 404
     exit_code = 2
@@ -49,7 +49,7 @@ class RequestTimeout(AnaphoraError):
 
 
 class Conflict(AnaphoraError):
-    """The server's present state does not allow it (a reset while requests are running)."""
+    """The server's current state does not allow it (a reset while requests are running)."""
 
     status = 409
     exit_code = 1
@@ -65,7 +65,7 @@ class BodyTooLarge(AnaphoraError):
 
 
 class EngineDead(AnaphoraError):
-    """The engine process is gone or hangs; the message says why."""
+    """The engine process has ended or hangs; the message says why."""
 
     status = 503
     exit_code = 1
@@ -73,7 +73,7 @@ class EngineDead(AnaphoraError):
 
 
 class StepFailed(AnaphoraError):
-    """A step of the engine failed and took this request with it; others are not affected."""
+    """A step of the engine failed, and this request with it. Other requests are not affected."""
 
     status = 500
     exit_code = 1
@@ -81,7 +81,7 @@ class StepFailed(AnaphoraError):
 
 
 class ConfigError(AnaphoraError):
-    """A setting, a flag or a combination of them cannot work."""
+    """A setting or flag, or a combination of them, is invalid."""
 
     status = 400
     exit_code = 2
@@ -89,7 +89,7 @@ class ConfigError(AnaphoraError):
 
 
 class ModelError(ConfigError):
-    """The model is absent, broken, or cannot be run; says its name and the reason."""
+    """The model is missing, broken, or not supported; the message gives its name and the reason."""
 
     code = "model_error"
 

@@ -1,1 +1,1 @@
-"""The prefix cache: which KV blocks hold which tokens, who uses them, and which to give up. No torch."""
+"""The prefix cache: which KV blocks hold which tokens, who uses them, and which to evict. Imports no torch."""

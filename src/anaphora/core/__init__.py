@@ -1,1 +1,1 @@
-"""The engine: which tokens of which sequences are computed in each step. No torch."""
+"""The engine: decides which tokens of which sequences are computed in each step. Imports no torch."""

@@ -1,1 +1,1 @@
-"""What passes between the parts: plain values, standard library only, encodable as messages."""
+"""The contract between engine, model and server: plain values that can be sent as messages. Standard library only."""

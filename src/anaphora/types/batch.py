@@ -1,4 +1,4 @@
-"""One step, between the engine and the model: Batch goes in, StepOutput comes out."""
+"""One step, between the engine and the model: a Batch goes in, a StepOutput comes out."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from anaphora.types.sampling import SamplingParams
 
 @dataclass(frozen=True, slots=True)
 class Join:
-    """A sequence takes a slot; everything that the sampler must know of it. Valid until another Join of the slot.
+    """A sequence starts to run in a slot, with all that the sampler needs. Valid until the slot's next Join.
 
-    ``token_ids`` are the tokens known at that time: the prompt (its first ``num_prompt``) and, after a preemption,
-    what was generated. ``block_table`` is its first block ids; chunks add to it.
+    ``token_ids`` are the tokens known by now: the prompt (the first ``num_prompt``) and, after a preemption, the
+    generated ones. ``block_table`` holds the first block ids; chunks add to it.
     """
 
     slot: int
@@ -28,10 +28,11 @@ class Join:
 class Chunk(NamedTuple):
     """Tokens of one sequence to compute in a step: positions ``start`` to ``start + length - 1``.
 
-    ``token_ids`` None (then length is 1) stands for the token sampled last in this slot. Keys and values of positions
-    below ``write_from`` are in the cache already and must not be written (a full hit computes its last token only to
-    get logits). ``table_changes`` are (index, block id) to set in the slot's block table before this step.
-    ``sample`` says that this chunk reaches the last known token, so its last row yields a new one.
+    - ``token_ids``: None (then ``length`` is 1) for the token that was sampled last in this slot
+    - ``write_from``: keys and values of positions below it are cached already and must not be written (a full hit
+      computes its last token only to get logits)
+    - ``table_changes``: (index, block id) pairs to set in the slot's block table before this step
+    - ``sample``: the chunk ends with the last known token, so a new token is sampled from its last row
     """
 
     slot: int
@@ -45,7 +46,7 @@ class Chunk(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class BlockCopy:
-    """Copy the first ``filled`` token slots of block ``source`` to ``target``, all layers, before the step's writes."""
+    """Copy the first ``filled`` token slots of block ``source`` to ``target``, in all layers, before it is written."""
 
     source: int
     target: int
@@ -56,8 +57,8 @@ class BlockCopy:
 class PrefixGroup:
     """Decode rows that share blocks: entries ``first`` to ``last - 1`` of the block tables of ``slots`` are the same.
 
-    Groups nest as a tree: the ranges of one slot's groups are disjoint and, taken together, start at 0 without a gap;
-    what lies behind is the slot's own.
+    Groups form a tree: the ranges of one slot's groups follow each other from 0 without a gap; the blocks after them
+    belong to the slot alone.
     """
 
     first: int
@@ -67,7 +68,7 @@ class PrefixGroup:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """One step. Order of execution: joins, copies, table changes, forward, sampling."""
+    """One step. It is executed in this order: joins, copies, table changes, forward pass, sampling."""
 
     step: int
     joins: tuple[Join, ...]
@@ -78,7 +79,7 @@ class Batch:
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """Log-probability of one token, its rank (1 = most likely) and the most likely ones, best first."""
+    """Log-probability of one token, its rank (1: most likely), and ``top``: (token id, logprob), most likely first."""
 
     token_id: int
     logprob: float
@@ -88,11 +89,11 @@ class TokenLogprobs:
 
 @dataclass(frozen=True, slots=True)
 class StepOutput:
-    """Results of a step. ``tokens`` maps each sampling slot to its new token, ``logprobs`` where asked for.
+    """Results of a step, by slot.
 
-    ``prompt_logprobs`` maps a slot to the entries for the tokens *after* the chunk's positions that are known prompt
-    tokens, in order. ``prompt_tokens_computed`` is the runner's own count of the rows that it ran through the model
-    for tokens that were given to it (not sampled in the slot).
+    - ``tokens``: the new token of each chunk with ``sample``; ``logprobs`` of those that asked for them
+    - ``prompt_logprobs``: entries for the prompt tokens that *follow* the chunk's positions, in order
+    - ``prompt_tokens_computed``: the runner's own count of rows that it computed for given (not sampled) tokens
     """
 
     step: int
@@ -103,18 +104,21 @@ class StepOutput:
 
 
 class Pending(Protocol):
-    """A step on its way. ``result`` waits for it; it raises if the step failed."""
+    """A step in flight."""
 
-    def result(self) -> StepOutput: ...
+    def result(self) -> StepOutput:
+        """Wait for the step and return its results. Raises if the step failed."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
 class ModelInfo:
-    """What the engine and the server must know of a loaded model and its pool.
+    """What the engine and the server need to know about a loaded model and its KV pool.
 
-    ``num_blocks`` includes the null block (id 0), which padding writes to and which the cache never hands out.
-    ``identity`` covers weights and KV dtype and is the root of every block hash. ``activation_bytes`` is what the
-    largest step takes for a while, ``graph_bytes`` what CUDA graphs hold; both are 0 on a CPU.
+    - ``identity``: a name for weights and KV dtype; it enters the root of every block hash
+    - ``window``: the longest sequence that the model supports, in tokens
+    - ``num_blocks``: includes the null block (id 0), which padding writes to and the cache never allocates
+    - ``activation_bytes``: temporary memory of the largest step; ``graph_bytes``: memory of CUDA graphs; 0 on a CPU
     """
 
     name: str
@@ -133,17 +137,20 @@ class ModelInfo:
 
 
 class Runner(Protocol):
-    """The model as the engine sees it. ``lookahead`` is how many steps may be submitted before a result is taken.
+    """The model as the engine sees it.
 
-    ``warnings`` say what was changed while loading, or cannot work as asked.
+    ``lookahead`` is how many further steps may be submitted before the result of one is taken. ``warnings`` say which
+    settings were changed while loading or have no effect.
     """
 
     info: ModelInfo
     lookahead: int
     warnings: tuple[str, ...]
 
-    def submit(self, batch: Batch) -> Pending: ...
+    def submit(self, batch: Batch) -> Pending:
+        """Start a step."""
+        ...
 
     def free_memory(self) -> int:
-        """Free bytes of the device's memory (of the host's on a CPU)."""
+        """Return the free bytes of the device's memory (on a CPU: the host's)."""
         ...

@@ -1,4 +1,4 @@
-"""What the engine gives to the faces, and the faces to the user."""
+"""What the engine returns to server and LLM, and LLM to the user."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from anaphora.types.reports import CacheReport
 
 
 class FinishReason(enum.StrEnum):
+    """Why a choice ended."""
+
     STOP = "stop"
     LENGTH = "length"
     ABORT = "abort"
@@ -19,7 +21,11 @@ class FinishReason(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class PromptDone:
-    """Sent with a request's first token. Seconds: in the queue, of those waiting for another's prefix, in prefill."""
+    """Sent with a request's first token.
+
+    Seconds: ``queue_s`` from arrival to the first scheduled chunk, ``waited_s`` of them waiting for another request to
+    compute the same prefix, ``prefill_s`` from the first chunk to the first token.
+    """
 
     cache: CacheReport
     queue_s: float
@@ -29,9 +35,10 @@ class PromptDone:
 
 
 class SequenceUpdate(NamedTuple):
-    """What one step did for one choice of one request. ``token_ids`` is empty only with an error or an abort.
+    """The result of one step for one choice of one request.
 
-    ``stop_reason`` is the stop token's id where one of ``stop_token_ids`` ended it. ``time`` is time.monotonic().
+    ``token_ids`` is empty only on an error or abort, or with ``max_tokens`` 0. ``stop_reason`` is the stop token's id
+    if one of ``stop_token_ids`` ended the choice. ``time`` is time.monotonic().
     """
 
     request_id: str
@@ -47,13 +54,13 @@ class SequenceUpdate(NamedTuple):
 
 @dataclass(slots=True)
 class EngineStats:
-    """Gauges of this moment and counters since the start (never falling). Tokens unless said otherwise.
+    """Current gauges, and counters since the start, which never decrease.
 
-    A prompt counts once, when it is first scheduled: in ``queries`` with its length, in ``hits`` with its cached
-    tokens, in ``requests_hit`` by ``is_hit``. ``misses`` counts requests by CacheReport.reason, ``isolated`` those that
-    found nothing under their own salt and whose first block is cached under another. ``hits_half``, ``hits_twice`` and
-    ``hits_four_times`` are what ``hits`` would be in a cache of other size. ``computed_prompt_tokens`` is the runner's
-    count.
+    A prompt counts once, when it is first scheduled: ``queries`` adds its tokens, ``hits`` its cached tokens, and
+    ``requests_hit`` the request if ``is_hit``. ``misses`` counts requests by CacheReport.reason; ``isolated`` those
+    that matched nothing under their own salt and whose first block is cached under another one. ``hits_half``,
+    ``hits_twice`` and ``hits_four_times`` are what ``hits`` would be in a cache of half, twice and four times the size.
+    ``computed_prompt_tokens`` is the runner's own count.
     """
 
     running: int = 0
@@ -88,7 +95,10 @@ class EngineStats:
 
 @dataclass(frozen=True, slots=True)
 class EngineInfo:
-    """What the faces learn when the engine is ready. ``warnings`` say what was changed or cannot work as asked."""
+    """What server and LLM learn when the engine is ready.
+
+    ``warnings`` say which settings were changed or have no effect.
+    """
 
     model: ModelInfo
     max_model_len: int
@@ -97,7 +107,7 @@ class EngineInfo:
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """One message a step."""
+    """The results of one step: updates of all its sequences, and the statistics after it."""
 
     updates: tuple[SequenceUpdate, ...]
     stats: EngineStats
@@ -105,7 +115,7 @@ class StepResult:
 
 @dataclass(slots=True)
 class CompletionOutput:
-    """One choice. ``logprobs`` has one entry a token where asked for."""
+    """One choice of a RequestOutput. ``logprobs`` has one entry per token if the request asked for them."""
 
     index: int
     text: str = ""
@@ -118,7 +128,7 @@ class CompletionOutput:
 
 @dataclass(slots=True)
 class RequestOutput:
-    """The answer to one prompt, as vLLM's offline API names it."""
+    """The answer to one prompt, with the names of vLLM's offline API. ``cache`` explains ``num_cached_tokens``."""
 
     request_id: str
     prompt: str | None

@@ -1,4 +1,4 @@
-"""What the cache reports: lookups and their reasons, pins, shared prefixes."""
+"""What the cache reports: lookups and their reasons, pins, lists of prefixes."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import enum
 from dataclasses import dataclass
 
 HIT_TOKENS = 16
-"""From so many reused tokens on a request counts as a hit: fewer are what a chat template puts before every prompt."""
+"""Reused tokens from which on a request counts as a hit. A chat template alone puts fewer before every prompt."""
 
 
 class Reason(enum.StrEnum):
@@ -28,10 +28,9 @@ class Reason(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Neighbour:
-    """An earlier request of the same salt that begins like this one and then has other tokens.
+    """An earlier request under the same salt that begins like this one and continues with other tokens.
 
-    ``request_id`` is that of the request that computed them, ``seconds_ago`` when it came, ``token_ids`` some of what
-    it has from the first other token on.
+    It came ``seconds_ago``; ``token_ids`` are some of its tokens from the first different one on.
     """
 
     request_id: str
@@ -41,10 +40,10 @@ class Neighbour:
 
 @dataclass(frozen=True, slots=True)
 class Eviction:
-    """Tokens that were cached once and had to go.
+    """The eviction that cut a match short.
 
-    ``by`` is the request that needed their block, empty where it has another salt. Of the prompt ``lost_tokens`` more
-    would have hit in a cache that holds ``more_tokens`` more than this one; 0 where that is not known.
+    ``by`` is the id of the request that needed the block, or empty if it has another salt. ``lost_tokens`` more tokens
+    of the prompt would have matched in a cache larger by ``more_tokens`` tokens (0: not known).
     """
 
     seconds_ago: float
@@ -57,10 +56,11 @@ class Eviction:
 class CacheReport:
     """What one lookup found, and why not more. Fixed when the request is first scheduled.
 
-    ``detail`` says it in words that hold nothing of another tenant.
-    ``position`` is the first token that was not reused; ``waited`` says that the request waited for another's
-    computation of the same prefix. ``neighbour`` is there where it diverged, ``eviction`` where it was evicted (but
-    for a block that had no room for a copy), ``feature`` names the field or flag that bypassed the cache.
+    - ``detail``: the reason in words, without anything about other tenants
+    - ``position``: the first token that was not reused
+    - ``waited``: whether the request waited while another one computed the same prefix
+    - ``neighbour``: set for DIVERGED; ``eviction``: set for EVICTED, unless there was only no room for a copy
+    - ``feature``: the request field or flag that bypassed the cache
     """
 
     prompt_tokens: int
@@ -76,7 +76,7 @@ class CacheReport:
 
 @dataclass(frozen=True, slots=True)
 class Prefix:
-    """A beginning of prompts, as the commands on pins name it."""
+    """A prefix to pin or unpin."""
 
     token_ids: tuple[int, ...]
     cache_salt: str | None = None
@@ -84,10 +84,10 @@ class Prefix:
 
 @dataclass(frozen=True, slots=True)
 class PinReport:
-    """A pinned beginning of ``tokens`` tokens, of which the first ``kept_tokens`` are computed and kept.
+    """A pinned prefix of ``tokens`` tokens; the first ``kept_tokens`` are computed and kept.
 
-    ``new`` is False where it was pinned before. ``start`` and ``end``, in lists, are its first and last token ids,
-    ``start`` all of them if few.
+    ``new`` is False if it was pinned before. ``start`` and ``end``, only in lists, are its first and last token ids;
+    a short prefix is all in ``start``.
     """
 
     id: str
@@ -100,10 +100,10 @@ class PinReport:
 
 @dataclass(frozen=True, slots=True)
 class SharedPrefix:
-    """A beginning that prompts reused: its ``tokens`` (whole blocks), and what that saved since it was computed.
+    """A prefix of ``tokens`` tokens (full blocks) that prompts have reused, and what that saved.
 
-    ``tokens_saved`` leaves out what the next shorter one in the list saved, so those of a list add up. ``idle_s`` is
-    how long ago it was used. ``start`` and ``end`` are as in PinReport.
+    ``tokens_saved`` does not include what the next shorter prefix in the list saved, so the rows of a list add up.
+    ``idle_s`` is the time since its last use. ``start`` and ``end`` are as in PinReport.
     """
 
     tokens: int
@@ -117,7 +117,7 @@ class SharedPrefix:
 
 @dataclass(frozen=True, slots=True)
 class PrefixList:
-    """What one salt shares and has pinned. ``total`` counts the shared ones, of which those listed save most.
+    """The shared and pinned prefixes under one salt. ``shared`` lists those of all ``total`` that save most.
 
     ``pinned_blocks`` (of all salts) can be at most ``max_pinned_blocks``.
     """
@@ -130,6 +130,6 @@ class PrefixList:
 
 
 def is_hit(prompt_tokens: int | None, cached_tokens: int) -> bool:
-    """Whether a request counts as a hit: HIT_TOKENS reused, or, of a shorter prompt, all but its last token."""
+    """Return whether a request counts as a hit: HIT_TOKENS reused, or all but the last token of a shorter prompt."""
     enough = HIT_TOKENS if prompt_tokens is None else max(1, min(HIT_TOKENS, prompt_tokens - 1))
     return cached_tokens >= enough

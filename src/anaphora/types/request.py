@@ -1,4 +1,4 @@
-"""A request as the engine takes it."""
+"""A request to the engine."""
 
 from __future__ import annotations
 
@@ -7,13 +7,14 @@ from dataclasses import dataclass
 from anaphora.types.sampling import SamplingParams
 
 MAX_SALT_LENGTH = 256
+"""Longest ``cache_salt`` in characters."""
 
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One prompt as the engine takes it. ``arrival`` is time.monotonic(); ``sampling.max_tokens`` is a number here.
+    """One prompt with its sampling parameters. ``arrival`` is time.monotonic().
 
-    ``eos_token_ids`` end a choice unless ``sampling.ignore_eos``.
+    ``eos_token_ids`` end a choice unless ``sampling.ignore_eos``. Prompts with another ``cache_salt`` share no blocks.
     """
 
     id: str

@@ -1,4 +1,4 @@
-"""SamplingParams: how to choose the next token, with vLLM's names, defaults and ranges."""
+"""SamplingParams: how the next token is chosen, with vLLM's names, defaults and ranges."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MAX_LOGIT_BIAS = 1024
 
 
 def _number(name: str, value: float, low: float, high: float, *, low_open: bool = False) -> None:
-    """Refuse what is no finite number within ``[low, high]`` (or ``(low, high]``)."""
+    """Raise InvalidRequest unless ``value`` is a finite number within ``[low, high]`` (or ``(low, high]``)."""
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
         raise InvalidRequest(f"{name} must be a finite number, got {value!r:.80}", param=name)
     if value > high or value < low or (low_open and value == low):
@@ -40,11 +40,11 @@ def _integer(name: str, value: int | None, low: int, high: float = math.inf, *, 
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How to choose the next token. Names and defaults are vLLM's; out-of-range values raise InvalidRequest.
+    """How the next token is chosen. Values out of range raise InvalidRequest, naming the field.
 
-    ``max_tokens`` None means: as many as the window allows. ``top_k`` 0 or -1 means all. ``logprobs`` k reports
-    the sampled token and the k most likely at each generated position, ``prompt_logprobs`` the same for the prompt.
-    The noise of a draw is a function of (seed + choice, position) alone, so a seeded request gives the same tokens
+    ``max_tokens`` None allows as many as the model's window. ``top_k`` 0 or -1 considers all tokens. ``logprobs`` k
+    reports the sampled token and the k most likely ones at each generated position, ``prompt_logprobs`` the same for
+    the prompt. The sampling noise depends only on (seed + choice, position), so a seeded request gives the same tokens
     in any batch.
     """
 
@@ -131,7 +131,7 @@ class SamplingParams:
                 )
 
     def check_vocabulary(self, vocab_size: int) -> None:
-        """Refuse token ids outside ``range(vocab_size)``, naming the field."""
+        """Raise InvalidRequest, naming the field, if a token id is outside ``range(vocab_size)``."""
         named: tuple[tuple[str, Seq[int]], ...] = (
             ("logit_bias", tuple(self.logit_bias)),
             ("stop_token_ids", self.stop_token_ids),

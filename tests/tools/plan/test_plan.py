@@ -135,8 +135,8 @@ def test_the_command_prints_both_sides(
     ("flags", "words"),
     [
         (["--own", "0"], "--own must be from 1 to 1,000,000,000, got 0"),
-        (["--shared", "-5"], "--shared: '-5' is no number of tokens"),
-        (["--shared", "9" * 400], "is no number of tokens"),
+        (["--shared", "-5"], "--shared: '-5' is not a number of tokens"),
+        (["--shared", "9" * 400], "is not a number of tokens"),
         (["--shared", "40000"], "prompt and answer have 40320 tokens together"),
         (["--per-day", "0"], "--per-day must be from 1 to"),
         (["--per-day", "9" * 15], "--per-day must be from 1 to 1,000,000,000,000, got 999999999999999"),
