@@ -1,6 +1,6 @@
 """Cached answers against cold ones on real conversations: how far apart are their logits?
 
-    python benchmarks/cached_against_cold.py [--data FOLDER] [--prompts 60] [--json FILE]
+    python benchmarks/cached_against_cold.py --data FOLDER [--prompts 60] [--json FILE]
 
 Takes requests of the airline log (``--data``: the folder with airline_conversations.jsonl), cut to 1,500 tokens, and
 runs each twice, greedily: with the cache off, and with it on after the others before it have left their prefixes.
@@ -107,7 +107,7 @@ def compare(folder: Path, count: int, dtype: str, tokens: int, cut: int = CUT) -
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", default="../shared/data/tau-bench", type=Path)
+    parser.add_argument("--data", type=Path, required=True)
     parser.add_argument("--prompts", default=60, type=int)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()

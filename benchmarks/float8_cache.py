@@ -1,6 +1,6 @@
 """What a KV cache in float8 does to the logits of a real model on real conversations.
 
-    python benchmarks/float8_cache.py [--data FOLDER] [--prompts 6] [--json FILE]
+    python benchmarks/float8_cache.py --data FOLDER [--prompts 6] [--json FILE]
 
 Takes a request of each conversation of the airline log (``--data``: the folder with airline_conversations.jsonl), its
 last 1,000 tokens (what comes before is the same in all), and asks the embedded model for the log-probability of every
@@ -82,7 +82,7 @@ def compare(exact: tuple[list[float], list[int]], found: tuple[list[float], list
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", type=Path, default=Path("../shared/data/tau-bench"))
+    parser.add_argument("--data", type=Path, required=True)
     parser.add_argument("--prompts", type=int, default=6)
     parser.add_argument("--json", type=Path, metavar="FILE")
     options = parser.parse_args()

@@ -108,7 +108,10 @@ def test_empty_and_absent_logs_are_named(tmp_path: Path) -> None:
         read_airline(str(tmp_path), 3)
 
 
-@pytest.mark.parametrize("options", [{"log": "absent.jsonl"}, {"log": "bad.jsonl"}, {"workload": "agent", "data": "."}])
+@pytest.mark.parametrize(
+    "options",
+    [{"log": "absent.jsonl"}, {"log": "bad.jsonl"}, {"workload": "agent", "data": "."}, {"workload": "agent"}],
+)
 def test_a_bad_log_is_told_before_a_server_is_started(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
 ) -> None:

@@ -42,9 +42,7 @@ class BenchOptions:
         None, "replay this JSONL of request bodies or of records written with --record-prompts", metavar="FILE"
     )
     timing: bool = option(False, "with --log: send each request at its own arrival time")
-    data: str | None = option(
-        None, "folder with the airline log of the agent workload (default: ../shared/data/tau-bench)", metavar="FOLDER"
-    )
+    data: str | None = option(None, "folder with the airline log, which the agent workload needs", metavar="FOLDER")
     requests: int | None = option(
         None, "requests a round and side (default: 16; with --log the whole log)", metavar="N"
     )

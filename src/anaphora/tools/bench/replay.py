@@ -15,7 +15,6 @@ from anaphora.tools.bench.client import Planned, Server
 from anaphora.tools.bench.lengths import estimate
 from anaphora.tools.bench.workloads import Session
 
-AIRLINE = Path("../shared/data/tau-bench")
 _TIME_KEYS = ("time", "timestamp", "arrival", "created")
 
 
@@ -77,8 +76,16 @@ def _arrival(line: dict[str, Any], where: str) -> float:
 
 
 def read_airline(folder: str | None, requests: int) -> list[Session]:
-    """Every assistant message is one request whose prompt is all before it; a conversation is a session."""
-    path = Path(folder) if folder else AIRLINE
+    """Reads conversations as sessions: each assistant message is a request whose prompt is all that precedes it.
+
+    Raises ConfigError if ``folder`` is None or has no log.
+    """
+    if folder is None:
+        raise ConfigError(
+            "the agent workload replays the airline conversations of tau-bench: name the folder with "
+            "airline_conversations.jsonl and tools-airline.json by --data"
+        )
+    path = Path(folder)
     log, tools_file = path / "airline_conversations.jsonl", path / "tools-airline.json"
     if not log.exists():
         raise ConfigError(
