@@ -18,6 +18,8 @@ pytest.importorskip("triton", reason="the GPU's kernels need triton")
 from anaphora.attention import gpu as backend_module
 from anaphora.attention.gpu import TritonAttention
 
+pytestmark = pytest.mark.slow
+
 ON_GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if ON_GPU else "cpu")
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}

@@ -10,6 +10,8 @@ from anaphora.checkpoint.resolve import resolve
 from anaphora.errors import ModelError
 from benchmarks.cached_against_cold import compare
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module", autouse=True)
 def embedded() -> None:

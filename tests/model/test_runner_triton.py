@@ -20,6 +20,8 @@ pytest.importorskip("triton", reason="the GPU's kernels need triton")
 
 from anaphora.attention import gpu as backend_module
 
+pytestmark = pytest.mark.slow
+
 BLOCK = 16
 PROMPT = [(7 * i + 3) % 300 for i in range(43)]
 FOLLOWER = [*PROMPT[:37], *((11 * i + 5) % 300 for i in range(9))]

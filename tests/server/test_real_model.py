@@ -12,6 +12,8 @@ import pytest
 from tests.support.servers import CHATML, VOCAB, RunningServer, cli_server
 from tests.support.tokenizers import write_tokenizer
 
+pytestmark = pytest.mark.slow
+
 HI: list[Any] = [{"role": "user", "content": "Tell me about prefixes, as you do every day."}]
 
 

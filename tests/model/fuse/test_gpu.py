@@ -19,6 +19,8 @@ from anaphora.kernels.triton import norm_rope_silu
 from anaphora.model.fuse import gpu
 from anaphora.model.probe import base_of, forward_arguments
 
+pytestmark = pytest.mark.slow
+
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 DTYPES = [torch.float32, torch.bfloat16] if DEVICE.type == "cuda" else [torch.float32]
 PARTS = {

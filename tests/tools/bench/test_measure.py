@@ -31,6 +31,8 @@ from anaphora.tools.bench.workloads import Session
 from tests.tools.fake_server import MODEL, Fake, event, render, serving, words
 from tests.tools.shared.test_simulate import simulate
 
+pytestmark = pytest.mark.slow
+
 SMALL = {"shared": 200, "own": 40, "out": 6, "requests": 6, "concurrency": 1, "rounds": 1, "seed": 1}
 CHAT = {"messages": [{"role": "user", "content": "How long does it take?"}]}
 

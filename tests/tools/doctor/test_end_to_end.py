@@ -23,6 +23,8 @@ from anaphora.tools.shared.tokenizer_and_template import default_tokenizer_json
 from tests.support.servers import RunningServer, cli_server
 from tests.tools.doctor.logs import rules, sentence
 
+pytestmark = pytest.mark.slow
+
 CHATS = 50
 RULES = rules(lines=50)
 
