@@ -1,11 +1,11 @@
-"""From a Batch to the flat tensors of one forward pass.
+"""Turns a Batch into the flat tensors of one forward pass.
 
 ::
 
     chunks      slot 3: positions 40..42      slot 1: position 77     slot 5: positions 0..3
     token_ids   [ t40 t41 t42               | t77                   | t0 t1 t2 t3 ]
     positions   [ 40  41  42                | 77                    | 0  1  2  3  ]
-    slots       table[40 // 16] · 16 + 8 …  (row below write_from: the null block)
+    slots       table[40 // 16] · 16 + 8 …  (positions below write_from: the null block)
 """
 
 from __future__ import annotations
@@ -23,15 +23,16 @@ from anaphora.errors import StepFailed
 from anaphora.types.batch import Batch
 
 ROW_MULTIPLE = 16
-"""A batch of more rows is padded to a multiple of this; padding writes to the null block and nobody reads it."""
+"""Larger batches are padded to a multiple of this. Padding rows write to the null block; their output is ignored."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StepInputs:
-    """``token_ids`` and ``positions`` ``[1, T]`` int64. ``sample_rows`` ``[R]`` int64: the rows of ``sample_slots``.
+    """The tensors of one step, on the device, all views of one int64 tensor.
 
-    ``rows`` ``[3 T]`` is token ids, positions and the layout's slots one behind the other, in the same memory.
-    A token id -1 - s stands for the one sampled last in slot s. ``given`` counts the rows whose token came with the
+    ``token_ids`` and ``positions`` are ``[1, T]``; a token id -1 - s stands for the token sampled last in slot s.
+    ``rows`` ``[3 T]`` holds token ids, positions and the layout's slot mapping, one after the other. ``sample_rows``
+    ``[R]`` are the rows to sample for ``sample_slots``. ``known_tokens`` counts the rows whose token came with the
     batch.
     """
 
@@ -42,10 +43,10 @@ class StepInputs:
     sample_rows: Tensor
     sample_slots: list[int]
     sample_slots_device: Tensor
-    given: int
+    known_tokens: int
 
 
-def flatten(
+def make_inputs(
     batch: Batch,
     tables: Mapping[int, Sequence[int]],
     sampled: Container[int],
@@ -53,17 +54,18 @@ def flatten(
     device: torch.device,
     padded: int | None = None,
 ) -> StepInputs:
-    """Lay the batch's chunks side by side. ``tables`` are kept by slot; ``sampled`` are slots with a last token.
+    """Concatenate the batch's chunks and send them to ``device`` in one copy.
 
-    ``padded`` is to how many rows; left out, to a multiple of ROW_MULTIPLE.
-    Raises StepFailed where a chunk does not fit its slot (a fault of the engine).
+    ``tables`` are block tables by slot; ``sampled`` are the slots that have sampled a token. ``padded`` is the number
+    of rows to pad to; None pads to a multiple of ROW_MULTIPLE. Raises StepFailed if a chunk does not fit its slot,
+    which is a bug in the engine.
     """
     token_ids: list[int] = []
     positions: list[int] = []
     slots: list[int] = []
     queries: list[QueryRange] = []
     rows: list[int] = []
-    given = 0
+    known_tokens = 0
     row = 0
     for slot, start, length, tokens, write_from, _, sample in batch.chunks:
         table = tables.get(slot, ())
@@ -76,15 +78,15 @@ def flatten(
         queries.append(QueryRange(slot, row, length, start, table, tokens is not None))
         if tokens is None:
             if slot not in sampled:
-                raise StepFailed(f"slot {slot} has sampled no token to go on from")
+                raise StepFailed(f"slot {slot} has not sampled a token to continue from")
             token_ids.append(-1 - slot)
         else:
             token_ids += tokens
-            given += length
+            known_tokens += length
         row += length
         if len(token_ids) != row:
-            raise StepFailed(f"the chunk of slot {slot} is {length} long but brings other tokens")
-        if length == 1 and start >= write_from:  # most are; the loops below would take several times as long
+            raise StepFailed(f"the chunk of slot {slot} has length {length} but another number of tokens")
+        if length == 1 and start >= write_from:  # most chunks; several times faster than the loops below
             block, offset = divmod(start, block_size)
             positions.append(start)
             slots.append(table[block] * block_size + offset)
@@ -96,7 +98,7 @@ def flatten(
             ]
         if sample:
             rows.append(row - 1)
-    # oneDNN prepares itself anew for each number of rows, which costs as much as 20 rows do: keep to a few numbers.
+    # oneDNN sets up again for each new number of rows, which costs as much as 20 rows: keep to a few numbers.
     padding = -len(slots) % ROW_MULTIPLE if len(slots) > ROW_MULTIPLE else 0
     if padded is not None:
         padding = padded - len(slots)
@@ -114,5 +116,5 @@ def flatten(
         sent[3 * total : 3 * total + len(rows)],
         sampling,
         sent[3 * total + len(rows) :],
-        given,
+        known_tokens,
     )
