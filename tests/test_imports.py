@@ -198,6 +198,40 @@ def test_the_order_of_the_doctors_packages_catches(name: str, source: str, wrong
     assert later_rooms(f"{DOCTOR}.{name}", source) == [f"{DOCTOR}.{target}" for target in wrong]
 
 
+SERVER_ORDER = ("http", "service", "api", "cache_api", "json_route")
+"""Parts of the server; each imports only parts before it. The other files at the top of server/ import all of them."""
+
+
+def later_in_server(name: str, source: str) -> list[str]:
+    """Returns the imports with which a part of the server reaches into a later one."""
+    server = "anaphora.server"
+    own = next((at for at, part in enumerate(SERVER_ORDER) if within(name, f"{server}.{part}")), None)
+    if own is None:
+        return []
+    earlier = [f"{server}.{part}" for part in SERVER_ORDER[: own + 1]]
+    inside = {target for target in imports(name, source) if within(target, server)}
+    return sorted(target for target in inside if not any(within(target, part) for part in earlier))
+
+
+@pytest.mark.parametrize("name", [name for name in sorted(MODULES) if within(name, "anaphora.server")])
+def test_the_parts_of_the_server_import_in_one_direction(name: str) -> None:
+    assert later_in_server(name, MODULES[name].read_text("utf-8")) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "source", "wrong"),
+    [
+        ("http.asgi", "from anaphora.server.service import Service", ["service"]),
+        ("service", "from anaphora.server.api import prompts", ["api.prompts"]),
+        ("api.chat", "def f():\n    from anaphora.server.cache_api import warm_file", ["cache_api.warm_file"]),
+        ("api.chat", "import anaphora.server.app", ["app"]),
+        ("cache_api.explain_route", "from anaphora.server.api.prompt_run import PromptRun", []),
+    ],
+)
+def test_the_order_of_the_servers_parts_catches(name: str, source: str, wrong: list[str]) -> None:
+    assert later_in_server(f"anaphora.server.{name}", source) == [f"anaphora.server.{target}" for target in wrong]
+
+
 def distributions(requirements: list[str]) -> set[str]:
     """Import names of the packages in a list of requirements."""
     names = {re.split(r"[^A-Za-z0-9_.-]", line)[0].lower().replace("-", "_") for line in requirements}
@@ -214,7 +248,7 @@ def third_party(prefix: str) -> set[str]:
 
 def test_the_base_install_is_enough_for_the_tools_and_what_they_stand_on() -> None:
     project = tomllib.loads((SOURCE.parent / "pyproject.toml").read_text("utf-8"))["project"]
-    base = distributions(project["dependencies"])
+    base = distributions(project["dependencies"]) | {"uvloop"}  # bench uses it where [serve] has installed it
     for package in ("tools", "advice", "cache", "core", "text", "observe", "cli", "errors", "types", "config"):
         assert third_party(f"anaphora.{package}") <= base, package
 

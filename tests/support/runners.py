@@ -11,16 +11,27 @@ from anaphora.config import EngineConfig
 from anaphora.core.engine import Engine
 from anaphora.errors import CacheInvariantError, ModelError
 from anaphora.types.batch import Batch, Pending, Runner
-from tests.support.engine import load_fake
+from tests.support.engine import FakeRunner, load_fake
+
+ENDLESS = 100_000
+STEP_S = 0.005
 
 
 def load_slow(config: EngineConfig) -> Runner:
     """Requests stay long enough to be met while they run."""
-    runner = load_fake(config)
+    return _slow(load_fake(config))
+
+
+def load_endless(config: EngineConfig) -> Runner:
+    """As slow, and with room for ENDLESS tokens: no machine generates them within a test's time limit."""
+    return _slow(FakeRunner(2 * ENDLESS // config.cache.block_size, config.cache.block_size, window=2 * ENDLESS))
+
+
+def _slow(runner: FakeRunner) -> Runner:
     submit = runner.submit
 
     def slowly(batch: Batch) -> Pending:
-        time.sleep(0.005)
+        time.sleep(STEP_S)
         return submit(batch)
 
     runner.submit = slowly  # type: ignore[method-assign]

@@ -166,6 +166,7 @@ class EngineServer:
 
     engine: EngineClient
     service: Service
+    app: ASGIApp
     client: httpx.AsyncClient
 
 
@@ -180,9 +181,10 @@ async def engine_server(
     engine = await EngineClient.start(config)
     service = Service(engine, load_text(folder, config), ModelNames((MODEL,), MODEL), ServerConfig(**server), {})  # type: ignore[arg-type]
     try:
-        transport = httpx.ASGITransport(build_app(service), raise_app_exceptions=False)
+        app = build_app(service)
+        transport = httpx.ASGITransport(app, raise_app_exceptions=False)
         async with httpx.AsyncClient(transport=transport, base_url="http://server") as client:
-            yield EngineServer(engine, service, client)
+            yield EngineServer(engine, service, app, client)
         await engine.check()
     finally:
         service.close()

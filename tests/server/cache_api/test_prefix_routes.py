@@ -258,16 +258,72 @@ async def test_a_client_that_leaves_does_not_take_what_another_has_pinned(
     assert not server.service.completed_pins
 
 
-@pytest.mark.parametrize("waits", range(6))
-async def test_a_client_that_leaves_at_once_leaves_no_pin(server: EngineServer, waits: int) -> None:
-    leaving = asyncio.create_task(post(server, "/v1/cache/pin", prompt=["left", "behind " * 50]))
-    for _ in range(waits * 3):
-        await asyncio.sleep(0)
-    await asyncio.sleep(waits * 0.001)
-    leaving.cancel()
-    (end,) = await asyncio.gather(leaving, return_exceptions=True)
-    pins = (await listed(server))["pins"]
-    assert len(pins) == (0 if isinstance(end, BaseException) else 2)
+STAGES = ["before pinning", "pinning", "pinned", "computing", "pinning again", "pinned again"]
+
+
+@pytest.mark.parametrize("stage", STAGES)
+async def test_a_client_that_leaves_before_the_answer_leaves_no_pin(
+    server: EngineServer, monkeypatch: pytest.MonkeyPatch, stage: str
+) -> None:
+    """The client leaves at each point at which the server waits for the engine."""
+    gone = asyncio.Event()
+    stages = iter(STAGES[1:])
+    pin, compute_requests = server.engine.pin, prefix_routes.compute
+
+    async def reach(name: str) -> None:
+        if name == stage:
+            gone.set()
+            for _ in range(20):  # turns of the loop in which the server learns of it and cancels its work
+                await asyncio.sleep(0)
+
+    async def pin_in_stages(prefixes: Any) -> Any:
+        pinning = asyncio.ensure_future(pin(prefixes))
+        await asyncio.sleep(0)  # the message is sent
+        await reach(next(stages))
+        report = await pinning
+        await reach(next(stages))
+        return report
+
+    async def compute_in_stages(*args: Any) -> Any:
+        await reach(next(stages))
+        return await compute_requests(*args)
+
+    monkeypatch.setattr(server.engine, "pin", pin_in_stages)
+    monkeypatch.setattr(prefix_routes, "compute", compute_in_stages)
+    sent = await leave(server, {"prompt": ["left", "behind " * 50]}, gone, at_once=stage == STAGES[0])
+    assert sent == []
+    assert (await listed(server))["pins"] == []
+    assert not server.engine._streams
+
+
+async def leave(server: EngineServer, body: dict[str, Any], gone: asyncio.Event, at_once: bool) -> list[dict[str, Any]]:
+    """Send a body to /v1/cache/pin and disconnect when ``gone`` is set; returns what the server sent."""
+    sent: list[dict[str, Any]] = []
+    messages = iter([{"type": "http.request", "body": json.dumps(body).encode()}])
+
+    async def receive() -> dict[str, Any]:
+        if (message := next(messages, None)) is not None:
+            if at_once:
+                gone.set()
+            return message
+        await gone.wait()
+        return {"type": "http.disconnect"}
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    path = "/v1/cache/pin"
+    scope = {"type": "http", "method": "POST", "path": path, "raw_path": path.encode(), "query_string": b""}
+    await server.app(scope | {"root_path": "", "headers": []}, receive, send)
+    return sent
+
+
+async def test_pins_stay_when_the_client_leaves_after_the_answer(server: EngineServer) -> None:
+    gone = asyncio.Event()
+    sent = await leave(server, {"prompt": "kept"}, gone, at_once=False)
+    gone.set()
+    assert sent[0]["status"] == 200
+    assert len((await listed(server))["pins"]) == 1
 
 
 # --- --warm FILE ----------------------------------------------------------------------------------------------------

@@ -23,7 +23,7 @@ from anaphora.tools.bench.workloads import Session
 
 try:
     from uvloop import new_event_loop
-except ImportError:  # on Windows
+except ImportError:  # it comes with [serve], and not on Windows
     new_event_loop = None
 
 DEFAULT_REQUESTS = 16
