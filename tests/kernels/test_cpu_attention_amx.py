@@ -7,8 +7,7 @@ import torch
 from torch import Tensor
 
 from anaphora.attention.base import KVLayout, LayerOptions, QueryRange, StepLayout
-from anaphora.attention.cpu import CpuAttention
-from anaphora.attention.cpu_calls import RowWriter
+from anaphora.attention.cpu import CpuAttention, KVWriter
 from anaphora.attention.cpu_plan import SEGMENT_TOKENS
 from anaphora.kernels.cpu.attention_amx import KEY_BLOCK, PANEL
 from anaphora.types.batch import BlockCopy, PrefixGroup
@@ -190,7 +189,7 @@ def test_new_tokens_are_written_as_panels(layout: KVLayout, threads: int) -> Non
     pool = torch.full((6 * PANEL, layout.width), torch.nan, dtype=torch.bfloat16)
     slots = torch.randperm(len(pool))[:70]
     key, value = (torch.randn(layout.heads, 70, size).bfloat16() for size in (layout.key_size, layout.value_size))
-    RowWriter(slots).write(layout, pool, key, value, True)
+    KVWriter(slots).write(layout, pool, key, value, True)
     panels = pool.view(-1, PANEL * layout.width)
     cut = PANEL * layout.heads * layout.key_size
     # [panels, heads, pairs of elements, tokens, 2] and [panels, heads, columns of 16 values, pairs of tokens, 16, 2]

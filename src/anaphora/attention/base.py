@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
+from anaphora.attention.latent import Absorbed, LatentTap
 from anaphora.errors import ConfigError, ModelError
 from anaphora.types.batch import BlockCopy, PrefixGroup
 
@@ -181,50 +182,6 @@ def _harmless(name: str, given: Any) -> bool:
 
 
 AttentionInterface.register(IMPLEMENTATION, _attention)
-
-
-class LatentTap:
-    """Stands where a model expects its KV cache, and sees the latents before they are expanded to keys and values."""
-
-    def __init__(self) -> None:
-        self._latents: dict[int, Tensor] = {}
-
-    def update(self, latent: Tensor, rope: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """``latent`` ``[1, 1, T, rank]`` and ``rope`` ``[1, 1, T, R]``, handed back as they came."""
-        self._latents[layer_idx] = torch.cat((latent, rope), dim=-1)
-        return latent, rope
-
-    def take(self, layer_idx: int) -> Tensor:
-        """What the layer cached last, ``[1, 1, T, rank + R]``."""
-        return self._latents.pop(layer_idx)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Absorbed:
-    """``kv_b_proj`` of one layer, taken apart: ``keys`` ``[H, nope, rank]`` and ``values`` ``[H, rank, v]``.
-
-    Queries times ``keys`` attend to latents directly; what comes out, times ``values``, is the layer's output.
-    """
-
-    keys: Tensor
-    values: Tensor
-
-    @classmethod
-    def of(cls, module: nn.Module) -> Absorbed:
-        """``module`` is a layer's attention with ``kv_b_proj``, ``qk_nope_head_dim`` and ``kv_lora_rank``."""
-        parts: Any = module
-        nope, rank = parts.qk_nope_head_dim, parts.kv_lora_rank
-        weight = parts.kv_b_proj.weight.detach().view(-1, nope + parts.v_head_dim, rank)
-        return cls(weight[:, :nope].contiguous(), weight[:, nope:].transpose(1, 2).contiguous())
-
-    def query(self, query: Tensor) -> Tensor:
-        """``[H, T, nope + R]`` → ``[H, T, rank + R]``."""
-        nope = self.keys.shape[1]
-        return torch.cat((query[..., :nope] @ self.keys, query[..., nope:]), dim=-1)
-
-    def output(self, attended: Tensor) -> Tensor:
-        """``[T, H, rank]`` → ``[T, H, v]``."""
-        return (attended.transpose(0, 1) @ self.values).transpose(0, 1)
 
 
 class PagedLayers:

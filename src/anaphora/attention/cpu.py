@@ -1,8 +1,8 @@
 """Paged attention on the CPU: compiled kernels over the pool.
 
-The pool of a layer is one matrix, a row a token slot: its keys, then its values (latents: keys only, which hold the
-values). Chunks, rows that share blocks, and what rows have alone are all tasks of one kernel: ``cpu_plan.py`` plans
-them once a step, ``kernels/cpu/attention_generic.py`` has the kernel.
+The pool of a layer is one matrix with a row for each token slot: its keys, then its values (latents: one key, which
+holds the values). With AMX the rows lie in panels: ``kernels/cpu/attention_amx.py`` draws them. Chunks, rows that share
+blocks, and what rows have alone are all tasks of one kernel: ``cpu_plan.py`` plans them once a step.
 """
 
 from __future__ import annotations
@@ -16,13 +16,23 @@ import torch
 from torch import Tensor
 
 from anaphora.attention.base import KVLayout, LayerOptions, StepLayout
-from anaphora.attention.cpu_calls import KINDS, RowAttention, RowWriter, large
-from anaphora.attention.cpu_plan import CHUNK_ROWS, make_plan
-from anaphora.kernels.cpu import amx, attention_amx, attention_generic, launch, simd
+from anaphora.attention.cpu_plan import CHUNK_ROWS, Plan, make_plan
+from anaphora.errors import ModelError
 from anaphora.types.batch import BlockCopy
 
+try:
+    from anaphora.kernels.cpu import amx, attention_amx, attention_generic, launch, simd
+except ImportError as error:
+    raise ModelError(
+        f"attention on a CPU needs numba, which cannot be imported ({error}); "
+        "run pip install '.[serve]' in Anaphora's folder"
+    ) from error
+
 TASKS_PER_THREAD = 4
-"""A chunk is cut into so many tasks that no thread waits long for the others."""
+"""Attention tasks a thread that a chunk is cut into, so that no thread waits long for the others."""
+
+_LAYER_FIELDS = attention_generic.ATTEND.names[attention_generic.ATTEND.names.index("tiles") :]
+"""Fields of a step's record that each layer sets."""
 
 
 class CpuAttention:
@@ -35,14 +45,16 @@ class CpuAttention:
         self._block_size = block_size
         # Not filled: the system gives memory to a page when it is first written.
         slots = num_blocks * block_size
-        self._pools = [large(slots * x.width * dtype.itemsize).view(dtype).view(slots, x.width) for x in layouts]
+        self._pools = [
+            launch.aligned_bytes(slots * x.width * dtype.itemsize).view(dtype).view(slots, x.width) for x in layouts
+        ]
         fits = amx.AMX and dtype == torch.bfloat16 and block_size % attention_amx.PANEL == 0
         self._tiled = [fits and not x.latent and x.key_size % 32 == x.value_size % 32 == 0 for x in layouts]
         self._addresses = [pool.data_ptr() for pool in self._pools]
         self._layout: StepLayout | None = None
         self._complete = False  # whether every row of the batch is some sequence's
-        self._writer: RowWriter | None = None
-        self._rows: dict[tuple[int | None, KVLayout, int], RowAttention] = {}
+        self._writer: KVWriter | None = None
+        self._rows: dict[tuple[int | None, KVLayout, int], PlannedAttention] = {}
 
     @property
     def pools(self) -> list[Tensor]:
@@ -60,7 +72,7 @@ class CpuAttention:
     def plan(self, layout: StepLayout) -> None:
         self._layout = layout
         self._complete = sum(q.length for q in layout.queries) == len(layout.slot_mapping)
-        self._writer = RowWriter(layout.slot_mapping)
+        self._writer = KVWriter(layout.slot_mapping)
         self._rows.clear()
 
     def run(self, layer: int, query: Tensor, key: Tensor, value: Tensor | None, options: LayerOptions) -> Tensor:
@@ -93,7 +105,7 @@ class CpuAttention:
         by_tiles = tiled | (amx.AMX and self._pools[0].dtype == torch.bfloat16)
         records["tiles"], records["query_kind"] = np.where(by_tiles, amx.SHAPES.ctypes.data, 0), simd.BFLOAT16
         records["query"], records["out"], records["sinks"] = query, out, 0
-        records["pool_kind"] = KINDS[self._pools[0].dtype]
+        records["pool_kind"] = launch.DTYPES[self._pools[0].dtype]
         records["tiled"] = tiled
         records["pool"] = self._addresses[layers.start : layers.stop]
         records["scale"] = [options[layer].scale for layer in layers]
@@ -103,12 +115,110 @@ class CpuAttention:
             ctypes.memset(out, 0, 2 * len(slots) * heads * self._layouts[layers.start].value_size)
         return records, slots.data_ptr()
 
-    def _planned(self, layout: KVLayout, heads: int, window: int | None) -> RowAttention:
+    def _planned(self, layout: KVLayout, heads: int, window: int | None) -> PlannedAttention:
         found = self._rows.get((window, layout, heads))
         if found is None:
             assert self._layout is not None
             rows = sum(query.length for query in self._layout.queries if query.length > 1)
             share = rows * layout.heads // (TASKS_PER_THREAD * launch.threads())
             plan = make_plan(self._layout, self._block_size, window, min(max(16, share // 16 * 16), CHUNK_ROWS))
-            found = self._rows[window, layout, heads] = RowAttention(plan, layout, heads, self._block_size)
+            found = self._rows[window, layout, heads] = PlannedAttention(plan, layout, heads, self._block_size)
         return found
+
+
+class KVWriter:
+    """Writes new keys and values to their slots in the pool."""
+
+    def __init__(self, slots: Tensor) -> None:
+        self._slots = slots
+        self._workers = launch.threads() if len(slots) > attention_generic.WRITE_ROWS else 1
+        self._call = launch.Call(
+            attention_generic.write_rows, attention_generic.WRITE, attention_generic.WRITE.names[3:], {}
+        )
+
+    def write(self, layout: KVLayout, pool: Tensor, key: Tensor, value: Tensor | None, by_panels: bool) -> None:
+        """``key`` and ``value`` ``[Hkv, T, D]`` to ``pool`` ``[S, W]``."""
+        if by_panels:
+            assert value is not None
+            key, value = key.to(pool.dtype), value.to(pool.dtype)
+        key = _dense(key)
+        value = None if value is None else _dense(value)
+        where = (self._slots.shape[0], self._slots.data_ptr(), int(by_panels), pool.data_ptr())
+        where += (launch.DTYPES[pool.dtype], layout.width)
+        keys = (key.data_ptr(), layout.key_size, key.stride(0), key.stride(1))
+        values = (0, 0, 0, 0)
+        if value is not None:
+            values = (value.data_ptr(), layout.value_size, value.stride(0), value.stride(1))
+        self._call(self._workers, *where, launch.DTYPES[key.dtype], layout.heads, *keys, *values)
+
+
+class PlannedAttention:
+    """A step's rows over their keys, for layers of one shape."""
+
+    def __init__(self, plan: Plan, layout: KVLayout, heads: int, block_size: int) -> None:
+        self._plan = plan
+        counts = plan.merges[:, 2] - plan.merges[:, 1] if len(plan.merges) else np.zeros(0)
+        self._left = (counts * layout.heads).astype(np.int64)
+        threads = launch.threads()
+        self._workers = min(threads, len(plan.tasks) * layout.heads)
+        columns = -(-plan.rows * (heads // layout.heads) // simd.LANES) * simd.LANES
+        areas = max(
+            find(layout.key_size, layout.value_size, columns)[-1]
+            for find in (attention_generic.areas, attention_amx.tiled_areas)
+        )
+        scratch = -(-areas // 64) * 64
+        shares = len(plan.shares) * heads
+        needed = threads * scratch + 4 * shares * (layout.value_size + 1)
+        self._buffer = torch.empty(needed + 64, dtype=torch.uint8)
+        address = -(-self._buffer.data_ptr() // 64) * 64
+        outs = address + threads * scratch
+        names = ("tasks", "members", "lows", "ends", "tables", "merged", "merges", "shares")
+        given = {name: getattr(plan, name).ctypes.data for name in names}
+        given |= {
+            "left": self._left.ctypes.data,
+            "num_tasks": len(plan.tasks),
+            "block_size": block_size,
+            "heads": heads,
+            "kv_heads": layout.heads,
+            "key_size": layout.key_size,
+            "value_size": layout.value_size,
+            "value_offset": 0 if layout.latent else layout.heads * layout.key_size,
+            "width": layout.width,
+            "scratch": address,
+            "scratch_bytes": scratch,
+            "outs": outs,
+            "logs": outs + 4 * shares * layout.value_size,
+            "columns": columns,
+        }
+        self._call = launch.Call(attention_generic.attend, attention_generic.ATTEND, _LAYER_FIELDS, given)
+
+    @property
+    def record(self) -> np.ndarray[Any, Any]:
+        """What the kernel is told of the step, without what each layer brings."""
+        return self._call.record
+
+    def attend(self, pool: Tensor, query: Tensor, options: LayerOptions, out: Tensor, as_tiles: bool) -> None:
+        """The plan's rows of ``query`` ``[H, T, D]`` to theirs of ``out`` ``[T, H, Dv]``, of the same dtype."""
+        query = _dense(query)
+        sinks = None if options.sinks is None else options.sinks.float().contiguous()
+        by_tiles = as_tiles or (amx.AMX and pool.dtype == query.dtype == torch.bfloat16)
+        self._call(
+            self._workers,
+            amx.SHAPES.ctypes.data if by_tiles else 0,
+            int(as_tiles),
+            pool.data_ptr(),
+            launch.DTYPES[pool.dtype],
+            query.data_ptr(),
+            query.stride(0),
+            query.stride(1),
+            launch.DTYPES[query.dtype],
+            out.data_ptr(),
+            0 if sinks is None else sinks.data_ptr(),
+            options.scale,
+            options.softcap or 0.0,
+        )
+
+
+def _dense(x: Tensor) -> Tensor:
+    """With the elements of a head side by side."""
+    return x if x.stride(-1) == 1 else x.contiguous()

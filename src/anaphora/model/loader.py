@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from anaphora.attention.base import IMPLEMENTATION, Absorbed, KVLayout, LatentTap, LayerOptions
+from anaphora.attention.base import IMPLEMENTATION, KVLayout, LayerOptions
+from anaphora.attention.latent import Absorbed, LatentTap
 from anaphora.checkpoint.quantized import dequantize_warning, is_float8
 from anaphora.checkpoint.weights import choose_dtype, load_weights, random_model, read_config
 from anaphora.config import ModelConfig

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
-from anaphora.attention.base import Absorbed, KVLayout, LatentTap, LayerOptions, route
+from anaphora.attention.base import KVLayout, LayerOptions, route
+from anaphora.attention.latent import Absorbed, LatentTap
 from anaphora.checkpoint.weights import reason
 from anaphora.errors import ModelError
 

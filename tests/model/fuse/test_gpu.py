@@ -14,7 +14,8 @@ from tests.support.checkpoints import FAMILIES, make_config, make_model
 
 pytest.importorskip("triton", reason="the fused kernels need triton")
 
-from anaphora.attention.base import IMPLEMENTATION, LatentTap
+from anaphora.attention.base import IMPLEMENTATION
+from anaphora.attention.latent import LatentTap
 from anaphora.kernels.triton import norm_rope_silu
 from anaphora.model.fuse import gpu
 from anaphora.model.probe import base_of, forward_arguments

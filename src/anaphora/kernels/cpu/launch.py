@@ -13,6 +13,12 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
+
+from anaphora.kernels.cpu.simd import BFLOAT16, FLOAT32
+
+DTYPES = {torch.bfloat16: BFLOAT16, torch.float32: FLOAT32}
+"""How kernels name the dtypes that they take."""
 
 try:
     _parallel: Any = ctypes.CDLL(torch._C.__file__).GOMP_parallel
@@ -63,3 +69,13 @@ def fields(*names: str, real: Sequence[str] = ()) -> np.dtype[Any]:
     """The dtype of a record: the counters, then int64 fields, then those in ``real``, float64."""
     integers = [(name, np.int64) for name in ("counters", "taken", "come", *names)]
     return np.dtype(integers + [(name, np.float64) for name in real], align=True)
+
+
+def aligned_bytes(size: int) -> Tensor:
+    """Returns ``size`` bytes of uninitialized memory, uint8, that begin at a cache line.
+
+    It is allocated by numpy, which asks for huge pages where the system has them; torch does not.
+    """
+    memory = torch.from_numpy(np.empty(size + 64, np.uint8))
+    start = -memory.data_ptr() % 64
+    return memory[start : start + size]

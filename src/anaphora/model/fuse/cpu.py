@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from anaphora.attention.cpu_calls import KINDS
 from anaphora.kernels.cpu import launch, norm_rope
 from anaphora.model.fuse.packed_linear import linear, packs
 
@@ -102,7 +101,7 @@ class _Norm:
         out, rows = torch.empty_like(x), x.numel() // self._size
         workers = launch.threads() if rows > norm_rope.ROWS else 1
         scratch = torch.empty(workers, self._size)
-        self._call(workers, x.data_ptr(), rows, KINDS[x.dtype], out.data_ptr(), scratch.data_ptr())
+        self._call(workers, x.data_ptr(), rows, launch.DTYPES[x.dtype], out.data_ptr(), scratch.data_ptr())
         return out
 
 
@@ -136,10 +135,10 @@ class _Rotation:
         rows, size = cosines.shape[-2:]
         workers = launch.threads() if rows > norm_rope.ROWS else 1
         scratch = torch.empty(workers, 4 * size)
-        angles = (cosines.data_ptr(), sines.data_ptr(), KINDS[sines.dtype], scratch.data_ptr())
+        angles = (cosines.data_ptr(), sines.data_ptr(), launch.DTYPES[sines.dtype], scratch.data_ptr())
         for x in (query, key):
             shape = (x.shape[1], x.stride(1), x.stride(2), rows, size)
-            self._call(workers, x.data_ptr(), KINDS[x.dtype], *shape, *angles)
+            self._call(workers, x.data_ptr(), launch.DTYPES[x.dtype], *shape, *angles)
         return query, key
 
 

@@ -8,7 +8,6 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from anaphora.attention.cpu_calls import large
 from anaphora.kernels.cpu import amx, gemm_amx, launch
 
 
@@ -28,13 +27,13 @@ class Memory:
     """Areas for the steps, made once, and made larger when a step needs it."""
 
     def __init__(self) -> None:
-        self._kept = large(0)
+        self._kept = launch.aligned_bytes(0)
 
     def addresses(self, *sizes: int) -> list[int]:
         """Where areas of so many bytes are."""
         offsets = np.cumsum([0, *(-(-size // 64) * 64 + 64 for size in sizes)])
         if len(self._kept) < offsets[-1]:
-            self._kept = large(int(offsets[-1]))
+            self._kept = launch.aligned_bytes(int(offsets[-1]))
         return [self._kept.data_ptr() + int(offset) for offset in offsets[:-1]]
 
 
@@ -91,5 +90,5 @@ def pack(weight: Tensor) -> Tensor:
     """
     outputs, size = weight.shape
     tiles = weight.view(outputs // 16, 16, size // 32, 16, 2).permute(0, 2, 3, 1, 4)
-    packed = large(tiles.numel() * 2).view(torch.bfloat16).view(tiles.shape)
+    packed = launch.aligned_bytes(tiles.numel() * 2).view(torch.bfloat16).view(tiles.shape)
     return packed.copy_(tiles.detach())
