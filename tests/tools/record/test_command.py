@@ -58,10 +58,10 @@ def test_a_client_of_openais_sees_the_server_and_the_log_sees_both(
         assert client.models.list().data[0].id == MODEL
     process.send_signal(number)
     assert process.wait(20) == 0
-    said = process.stderr.read()
-    assert f"3 requests recorded in {out}" in said
-    assert "1 answers told no usage" in said
-    assert "cached tokens" not in said
+    printed = process.stderr.read()
+    assert f"3 requests recorded in {out}" in printed
+    assert "1 responses had no usage" in printed
+    assert "cached tokens" not in printed
     process.stderr.close()
     cold, warm, blind = read(out)
     assert cold.cached_tokens == 0

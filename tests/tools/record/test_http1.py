@@ -1,4 +1,4 @@
-"""Messages as they pass: not a byte changed, whatever comes."""
+"""The splitter of HTTP/1 streams: not a byte changes, whatever comes."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from anaphora.tools.record.http1 import (
     Kind,
     Piece,
     Splitter,
-    answer_framing,
     request_framing,
+    response_framing,
 )
 
 POST = b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: 5\r\n\r\nhello"
@@ -57,7 +57,7 @@ def test_the_pieces_add_up_to_the_stream_whatever_it_is(parts: list[bytes], cuts
 
 
 @given(st.lists(st.sampled_from([POST, CHUNKED, GET, b"\r\n" + POST]), max_size=5), st.lists(st.integers(0, 900)))
-def test_messages_are_told_apart_wherever_the_stream_is_cut(messages: list[bytes], cuts: list[int]) -> None:
+def test_messages_are_split_wherever_the_stream_is_cut(messages: list[bytes], cuts: list[int]) -> None:
     expected = {POST: b"hello", CHUNKED: b"hello world", GET: b"", b"\r\n" + POST: b"hello"}
     pieces = split(b"".join(messages), *cuts)
     assert bodies(pieces) == [expected[message] for message in messages]
@@ -79,21 +79,21 @@ def test_messages_are_told_apart_wherever_the_stream_is_cut(messages: list[bytes
         b"GET / HTTP/1.1\r\nX: " + b"x" * (MAX_HEAD_BYTES + 1),
     ],
 )
-def test_what_cannot_be_followed_is_passed_on_and_given_up(data: bytes) -> None:
+def test_what_cannot_be_read_is_passed_on_raw_from_there_on(data: bytes) -> None:
     splitter = Splitter(request_framing)
     assert b"".join(piece.raw for piece in splitter.feed(data)) == data
-    assert splitter.lost
+    assert splitter.gave_up
     assert [piece.raw for piece in splitter.feed(GET)] == [GET]
 
 
-def test_content_goes_on_at_once_and_only_heads_are_held() -> None:
+def test_bodies_are_passed_on_at_once_and_only_heads_are_held() -> None:
     splitter = Splitter(request_framing)
     assert list(splitter.feed(POST[:20])) == []
     assert b"".join(piece.raw for piece in splitter.feed(POST[20:-3])) == POST[:-3]
     assert b"".join(piece.raw for piece in splitter.feed(b"l")) == b"l"
 
 
-def test_numbers_that_no_message_can_have_are_none() -> None:
+def test_impossible_numbers_are_none() -> None:
     assert head("9" * 5000).status == 0
     assert head("200", b"content-length: " + b"9" * 5000).length is None
     assert head("200", b"content-length: 7, 7").length == 7
@@ -119,11 +119,11 @@ def head(status: str, *fields: bytes) -> Head:
         (head("abc"), b"GET", Framing.RAW),
     ],
 )
-def test_how_an_answer_ends(answer: Head, method: bytes, framing: object) -> None:
-    assert answer_framing(answer, method) == framing
+def test_how_a_response_ends(answer: Head, method: bytes, framing: object) -> None:
+    assert response_framing(answer, method) == framing
 
 
-def test_an_answer_without_a_length_lasts_until_the_end() -> None:
-    splitter = Splitter(lambda head: answer_framing(head, b"GET"))
+def test_a_response_without_a_length_lasts_until_the_connection_closes() -> None:
+    splitter = Splitter(lambda head: response_framing(head, b"GET"))
     pieces = list(splitter.feed(b"HTTP/1.0 200 OK\r\n\r\npart"))
     assert [piece.kind for piece in [*pieces, *splitter.close()]] == [Kind.HEAD, Kind.BODY, Kind.END]

@@ -1,4 +1,4 @@
-"""A pass-through in front of any server that writes the log which the doctor reads."""
+"""A pass-through in front of any server; it writes the log that the doctor reads."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ __all__ = ["RecordOptions", "run"]
 
 
 def run(options: RecordOptions) -> int:
-    """Pass requests on and record them until SIGINT or SIGTERM; the exit code. ConfigError for what cannot work."""
+    """Passes requests on and records them until SIGINT or SIGTERM. Returns the exit code; raises ConfigError."""
     from anaphora.tools.record import command
 
     return command.main(options)

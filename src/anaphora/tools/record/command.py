@@ -1,4 +1,4 @@
-"""The recorder from its options to its end."""
+"""``anaphora record``: listens, records until a signal, prints a summary."""
 
 from __future__ import annotations
 
@@ -17,11 +17,12 @@ from anaphora.tools.record.proxy import Proxy, Upstream
 
 BACKLOG = 1024
 OPEN_FILES = 65536
-"""Wanted: each client takes two, and the usual limit of 1,024 would turn clients away that the server takes."""
+"""Limit to set: each client needs two, and with the usual 1,024 the recorder would refuse clients that the server
+accepts."""
 
 
 def main(options: RecordOptions) -> int:
-    """Record until a signal. Running answers are waited for; a second signal cuts them off."""
+    """Records until a signal, then waits for running responses; a second signal cuts them off."""
     assert options.upstream is not None
     assert options.out is not None
     _raise_file_limit()
@@ -34,13 +35,15 @@ def main(options: RecordOptions) -> int:
     finally:
         writer.close()
     _say(f"{writer.written:,} requests recorded in {options.out}")
-    if writer.dropped or proxy.lost:
-        _say(f"{writer.dropped + proxy.lost:,} requests passed without a record (the warnings above say why)")
-    if proxy.with_usage < proxy.answers:
-        _say(f"{proxy.answers - proxy.with_usage:,} answers told no usage: clients must ask for it, or --ask-usage")
+    if writer.dropped or proxy.unrecorded:
+        _say(f"{writer.dropped + proxy.unrecorded:,} requests passed without a record (the warnings above say why)")
+    if proxy.with_usage < proxy.responses:
+        _say(
+            f"{proxy.responses - proxy.with_usage:,} responses had no usage: clients must ask for it, or start with --ask-usage"
+        )
     if proxy.with_cached < proxy.with_usage:
         _say(
-            f"{proxy.with_usage - proxy.with_cached:,} answers told no cached tokens: vLLM does with "
+            f"{proxy.with_usage - proxy.with_cached:,} responses had no cached tokens: vLLM reports them with "
             "--enable-prompt-tokens-details"
         )
     return 0
@@ -57,7 +60,7 @@ async def _serve(proxy: Proxy, options: RecordOptions) -> None:
         await _until_signal(proxy, options, port)
     finally:
         server.close()
-    await _end(proxy)
+    await _shut_down(proxy)
 
 
 async def _until_signal(proxy: Proxy, options: RecordOptions, port: int) -> None:
@@ -70,11 +73,11 @@ async def _until_signal(proxy: Proxy, options: RecordOptions, port: int) -> None
     await stop.wait()
 
 
-async def _end(proxy: Proxy) -> None:
+async def _shut_down(proxy: Proxy) -> None:
     loop = asyncio.get_running_loop()
-    ending = asyncio.ensure_future(proxy.end())
-    if proxy.open:
-        _say(f"waiting for {proxy.open} running requests (again: cut them off)")
+    ending = asyncio.ensure_future(proxy.shut_down())
+    if proxy.pending_requests:
+        _say(f"waiting for {proxy.pending_requests} running requests (again: cut them off)")
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, ending.cancel)
     with contextlib.suppress(asyncio.CancelledError):

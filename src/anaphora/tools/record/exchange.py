@@ -1,4 +1,4 @@
-"""One request and its answer on their way past, and the record that comes of them."""
+"""One request and its response as they pass the recorder, and the log record made from them."""
 
 from __future__ import annotations
 
@@ -10,15 +10,16 @@ from typing import Any
 import msgspec
 
 from anaphora.observe.record import RequestRecord, salt_digest
-from anaphora.tools.record.answer_stream import KEPT_BYTES, Answer
 from anaphora.tools.record.http1 import Head
+from anaphora.tools.record.response_reader import KEPT_BYTES, ResponseReader
 from anaphora.tools.shared.usage import usage_of
 
 ROUTES = ("/completions", "/completion", "/messages", "/responses", "/generate", "/invocations")
-"""Ends of the paths whose POST requests are recorded: the ways to ask for text of the known servers."""
+"""Ends of the paths whose POST requests are recorded: the text generation routes of the known servers."""
 
 
 def is_recorded(head: Head) -> bool:
+    """Returns whether a request with this head gets a record."""
     return head.method == b"POST" and _path(head).endswith(ROUTES)
 
 
@@ -27,7 +28,10 @@ def _path(head: Head) -> str:
 
 
 class Exchange:
-    """Gathers what passes. ``complete`` makes the record of it; it takes long and belongs into another thread."""
+    """Collects the bodies of one request and its response.
+
+    Call ``record`` when the response has ended, then ``complete`` in another thread: it parses the bodies.
+    """
 
     def __init__(self, head: Head, keep_prompts: bool) -> None:
         self.method = head.method
@@ -39,39 +43,44 @@ class Exchange:
         self._end = self._began
         self._body: bytearray | None = bytearray()
         self._status = 0
-        self._answer: Answer | None = None
+        self._response: ResponseReader | None = None
         self._finish = self._error = ""
 
-    def asked(self, data: bytes) -> None:
-        """A part of the request's body."""
+    def request_body(self, data: bytes) -> None:
+        """Takes a part of the request's body."""
         if self._body is not None:
             self._body += data
             if len(self._body) > KEPT_BYTES:
                 self._body = None
 
-    def answered(self, head: Head) -> None:
+    def response_head(self, head: Head) -> None:
+        """Takes the head of the response."""
         self._status = head.status
-        self._answer = Answer(head)
+        self._response = ResponseReader(head)
 
-    def answer(self, data: bytes) -> None:
-        """A part of the answer's body."""
-        if self._answer is not None:
-            self._answer.feed(data)
+    def response_body(self, data: bytes) -> None:
+        """Takes a part of the response's body."""
+        if self._response is not None:
+            self._response.feed(data)
 
     def end(self, finish: str = "", error: str = "", status: int = 0) -> None:
-        """The answer is over. Where it was none, ``finish`` and ``error`` say how, ``status`` what was sent instead."""
+        """Notes that the response has ended.
+
+        For a response that is incomplete or missing, ``finish`` and ``error`` say why, and ``status`` is the status
+        that the recorder sent itself (0: none).
+        """
         self.ended = True
         self._end = time.monotonic()
         self._finish, self._error, self._status = finish, error, status or self._status
 
     @property
     def size(self) -> int:
-        """Bytes kept until the record is made."""
-        return len(self._body or b"") + (self._answer.size if self._answer else 0)
+        """Bytes held in memory until the record is complete."""
+        return len(self._body or b"") + (self._response.size if self._response else 0)
 
     def record(self) -> RequestRecord:
-        """What is known at once."""
-        first = self._answer.first_token if self._answer else None
+        """Returns the record with everything that needs no parsing."""
+        first = self._response.first_token if self._response else None
         return RequestRecord(
             time=self._time,
             id=uuid.uuid4().hex,
@@ -83,10 +92,10 @@ class Exchange:
         )
 
     def complete(self, record: RequestRecord) -> None:
-        """Fill in what the bodies say."""
+        """Fills in the fields that come from the two bodies."""
         self._from_request(record)
-        if self._answer is not None:
-            self._from_answer(record, self._answer)
+        if self._response is not None:
+            self._from_response(record, self._response)
         record.finish = self._finish or record.finish
         record.error = self._error or record.error
         if record.status >= 400 or record.error:
@@ -115,15 +124,15 @@ class Exchange:
             return None
         return value if isinstance(value, dict) else None
 
-    def _from_answer(self, record: RequestRecord, answer: Answer) -> None:
-        told = answer.finish()
-        record.id = told.id or record.id
-        record.model = record.model or told.model
-        record.finish, record.error = told.finish, told.error
-        usage = usage_of({"usage": told.usage}) if told.usage else None
+    def _from_response(self, record: RequestRecord, response: ResponseReader) -> None:
+        summary = response.finish()
+        record.id = summary.id or record.id
+        record.model = record.model or summary.model
+        record.finish, record.error = summary.finish, summary.error
+        usage = usage_of({"usage": summary.usage}) if summary.usage else None
         if usage is not None:
             record.prompt_tokens, record.cached_tokens, record.output_tokens = usage.prompt, usage.cached, usage.output
-        cached, prefill_ms = told.timings.get("cache_n"), told.timings.get("prompt_ms")
+        cached, prefill_ms = summary.timings.get("cache_n"), summary.timings.get("prompt_ms")
         if record.cached_tokens is None and type(cached) is int and cached >= 0:
             record.cached_tokens = cached
         if isinstance(prefill_ms, (int, float)):

@@ -1,4 +1,4 @@
-"""What the recorder is asked to do. A field is a flag, as in ``anaphora.config``."""
+"""The flags of ``anaphora record``: one field each, as in ``anaphora.config``."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""The pass-through: one connection to the server for each of a client's, bytes handed on as they come.
+"""The pass-through: one connection to the server per client connection, bytes forwarded as they come.
 
-Connections are paired and live and die together, so keep-alive, pipelining, upgrades, early answers and disconnects
-mean on one side what they mean on the other, and no header needs to be taken out. The answer's bytes are sent on before
-they are looked at; of a request only its head is held until it is whole, because its ``Host`` must name the server.
+The two connections of a pair open and close together, so keep-alive, pipelining, upgrades, early responses and
+disconnects keep their meaning, and no header has to be removed. Response bytes are forwarded before they are read. Of a
+request only the head is held until it is complete, because its ``Host`` must name the server.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from urllib.parse import urlsplit
 import msgspec
 
 from anaphora.observe.record import RecordWriter, RequestRecord
-from anaphora.tools.record.ask_usage import UsageAsker
 from anaphora.tools.record.exchange import Exchange, is_recorded
-from anaphora.tools.record.http1 import Framing, Head, Kind, Piece, Splitter, answer_framing, request_framing
+from anaphora.tools.record.http1 import Framing, Head, Kind, Piece, Splitter, request_framing, response_framing
+from anaphora.tools.record.include_usage import UsageInserter
 
 logger = logging.getLogger("anaphora.record")
 
@@ -30,12 +30,12 @@ CHUNK_BYTES = 64 * 1024
 CONNECT_S = 10
 FLUSH_S = 0.1
 DRAIN_BYTES = 64 * 2**20
-"""How much of a request is read and thrown away where the server cannot be reached, so that its sender reads why."""
+"""Bytes of a request that are read and discarded if the server cannot be reached, so that the client reads why."""
 
 
 @dataclass(frozen=True)
 class Upstream:
-    """Where the server is. ``path`` goes before that of each request."""
+    """Address of the server. ``path`` is put in front of the path of each request."""
 
     host: str
     port: int
@@ -45,7 +45,7 @@ class Upstream:
 
     @classmethod
     def parse(cls, url: str) -> Upstream:
-        """Of an address as config.parse_server_url gives it."""
+        """Parses an address that comes from ``config.parse_server_url``."""
         parts = urlsplit(url)
         tls = ssl.create_default_context() if parts.scheme == "https" else None
         port = parts.port or (443 if tls else 80)
@@ -53,7 +53,7 @@ class Upstream:
         return cls(parts.hostname or "", port, netloc, parts.path.encode(), tls)
 
     def readdress(self, head: Head) -> bytes:
-        """A request's head as the client would have sent it here: all the same but for Host and the path before."""
+        """Returns a request's head with the server's Host and path prefix; all other bytes are unchanged."""
         raw = head.raw
         if self.path and head.target.startswith(b"/"):
             raw = raw.replace(b" /", b" " + self.path + b"/", 1)
@@ -63,9 +63,8 @@ class Upstream:
 class Proxy:
     """What all connections share.
 
-    ``open`` counts the requests that await the end of their answers, ``lost`` those that passed unrecorded because
-    their connection could not be followed, ``answers`` the good ones recorded, and how many of them told usage and
-    cached tokens.
+    ``unrecorded`` counts requests on connections that could not be read. ``responses`` counts recorded successful
+    ones, ``with_usage`` and ``with_cached`` those among them that had usage and cached tokens.
     """
 
     def __init__(self, upstream: Upstream, writer: RecordWriter, *, keep_prompts: bool, ask_usage: bool) -> None:
@@ -73,31 +72,34 @@ class Proxy:
         self.writer = writer
         self.keep_prompts = keep_prompts
         self.ask_usage = ask_usage
-        self.lost = 0
-        self.answers = self.with_usage = self.with_cached = 0
+        self.unrecorded = 0
+        self.responses = self.with_usage = self.with_cached = 0
         self.ending = False
         self._connections: dict[_Connection, asyncio.Task[None]] = {}
         self._changed = asyncio.Event()
 
     @property
-    def open(self) -> int:
-        return sum(len(connection.waiting) for connection in self._connections)
+    def pending_requests(self) -> int:
+        """Requests whose responses have not ended."""
+        return sum(len(connection.pending) for connection in self._connections)
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Take one client's connection until its end; the callback of asyncio.start_server."""
+        """Serves one client connection until it closes; the callback of asyncio.start_server."""
         connection = _Connection(self, reader, writer)
         task = asyncio.current_task()
         assert task is not None
         self._connections[connection] = task
         try:
-            with contextlib.suppress(asyncio.CancelledError):  # only ``end`` cancels; Python 3.11 logs it as a fault
+            with contextlib.suppress(
+                asyncio.CancelledError
+            ):  # only ``shut_down`` cancels; Python 3.11 logs it as an error
                 await connection.run()
         finally:
             del self._connections[connection]
             self._changed.set()
 
-    async def end(self) -> None:
-        """Close idle connections at once and the others when their answers are over. Cancel it to cut them off."""
+    async def shut_down(self) -> None:
+        """Closes idle connections at once and the others when their responses have ended. Cancel it to cut them off."""
         self.ending = True
         try:
             while self._connections:
@@ -105,7 +107,7 @@ class Proxy:
                 for connection, task in list(self._connections.items()):
                     if not connection.busy:
                         task.cancel()
-                with contextlib.suppress(TimeoutError):  # bytes that a client takes make no event
+                with contextlib.suppress(TimeoutError):  # a client that reads its bytes wakes nobody
                     await asyncio.wait_for(self._changed.wait(), FLUSH_S)
         except asyncio.CancelledError:
             for task in self._connections.values():
@@ -113,16 +115,17 @@ class Proxy:
             await asyncio.gather(*self._connections.values(), return_exceptions=True)
             raise
 
-    def answered(self) -> None:
+    def response_ended(self) -> None:
+        """Wakes ``shut_down``, which may be waiting for this response."""
         self._changed.set()
 
-    def keep(self, exchange: Exchange) -> None:
-        """Have the record of an exchange written."""
+    def write_record(self, exchange: Exchange) -> None:
+        """Queues the record of an exchange for the writer's thread."""
 
         def complete(record: RequestRecord) -> None:
             exchange.complete(record)
             if record.status == 200 and not record.error:
-                self.answers += 1
+                self.responses += 1
                 self.with_usage += record.prompt_tokens > 0
                 self.with_cached += record.cached_tokens is not None
 
@@ -130,58 +133,58 @@ class Proxy:
 
 
 @dataclass(slots=True)
-class _Waiting:
-    """A request that awaits its answer. ``exchange`` is None where it is not to be recorded."""
+class _PendingRequest:
+    """A request whose response has not ended. ``exchange`` is None if it is not recorded."""
 
     method: bytes
     exchange: Exchange | None
-    answer_begun: bool = False
+    response_begun: bool = False
 
 
 class _Connection:
     def __init__(self, proxy: Proxy, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self.waiting: deque[_Waiting] = deque()
+        self.pending: deque[_PendingRequest] = deque()
         self._proxy = proxy
         self._client_reader, self._client = reader, writer
         self._server_reader: asyncio.StreamReader | None = None
         self._server: asyncio.StreamWriter | None = None
         self._requests = Splitter(request_framing)
-        self._answers = Splitter(self._answer_framing)
-        self._asker = UsageAsker() if proxy.ask_usage else None
-        self._latest: _Waiting | None = None
-        self._requested = 0
-        self._client_left = False
-        self._followed = True
+        self._responses = Splitter(self._response_framing)
+        self._usage_inserter = UsageInserter() if proxy.ask_usage else None
+        self._latest: _PendingRequest | None = None
+        self._requests_seen = 0
+        self._client_gone = False
+        self._reading = True
 
     @property
     def busy(self) -> bool:
-        """Whether an answer is awaited or not yet taken by the client."""
-        return bool(self.waiting) or self._client.transport.get_write_buffer_size() > 0
+        """Whether a response has not ended, or the client has not read all of it."""
+        return bool(self.pending) or self._client.transport.get_write_buffer_size() > 0
 
     async def run(self) -> None:
         upward: asyncio.Task[None] | None = None
         try:
             if await self._connect():
-                upward = asyncio.create_task(self._upward())
-                await self._downward()
+                upward = asyncio.create_task(self._client_to_server())
+                await self._server_to_client()
         except OSError as error:
-            # One side is gone without a goodbye: the other must not take what it has got for whole.
+            # Reset the other side too: it must not take an incomplete response for a complete one.
             self._abort(f"the connection broke: {error}")
         finally:
             if upward is not None:
                 upward.cancel()
-            left = ("abort", "the client left") if self._client_left else ("error", "the recorder was stopped")
-            self._give_up_waiting(*left)
+            reason = ("abort", "the client left") if self._client_gone else ("error", "the recorder was stopped")
+            self._fail_pending(*reason)
             if self._server is not None:
                 self._server.close()
             self._client.close()
         with contextlib.suppress(OSError):
-            await self._client.wait_closed()  # what it has not read yet is still on its way
+            await self._client.wait_closed()  # it may not have read everything yet
 
     # --- from the client to the server ------------------------------------------------------------------------------
 
     async def _connect(self) -> bool:
-        """Reach the server while the client is still sending; says whether there is something to do."""
+        """Connects to the server. If that fails, answers the client with an error and returns False."""
         upstream = self._proxy.upstream
         connecting = asyncio.open_connection(upstream.host, upstream.port, ssl=upstream.tls)
         try:
@@ -194,152 +197,152 @@ class _Connection:
             return False
         return True
 
-    async def _upward(self) -> None:
+    async def _client_to_server(self) -> None:
         assert self._server is not None
         reset = False
         try:
             while data := await self._client_reader.read(CHUNK_BYTES):
                 if self._server.is_closing():
                     return
-                self._server.write(b"".join([self._passed(piece) for piece in self._requests.feed(data)]))
-                with contextlib.suppress(OSError):  # the other direction hears of it
+                self._server.write(b"".join([self._forwarded(piece) for piece in self._requests.feed(data)]))
+                with contextlib.suppress(OSError):  # the other direction gets the error
                     await self._server.drain()
         except OSError:
             reset = True
         self._server.write(b"".join(piece.raw for piece in self._requests.close()))
-        self._client_left = True
-        # This is how a server learns that nobody waits any more.
+        self._client_gone = True
+        # Tell the server that the client is gone, so that it stops generating.
         if reset or not self._server.can_write_eof():
             self._server.transport.abort()
-        elif self.waiting or self._requests.lost:
+        elif self.pending or self._requests.gave_up:
             self._server.write_eof()
         else:
             self._server.close()
 
-    def _passed(self, piece: Piece) -> bytes:
-        """The bytes to send for a piece of a request. As with answers, a fault in the books costs records only."""
+    def _forwarded(self, piece: Piece) -> bytes:
+        """Returns the bytes to send for a piece of a request. An error in here costs records, never a request."""
         try:
-            return self._asked(piece)
+            return self._observe_request(piece)
         except Exception:
-            logger.exception("a request could not be followed; the rest of its connection is not recorded")
-            self._lose()
+            logger.exception("a request could not be read; the rest of its connection is not recorded")
+            self._stop_following()
             return piece.raw
 
-    def _asked(self, piece: Piece) -> bytes:
-        """Note a piece of a request; the bytes to send for it."""
+    def _observe_request(self, piece: Piece) -> bytes:
+        """Records a piece of a request and returns the bytes to send for it."""
         raw = piece.raw
         if piece.head is not None:
-            self._requested += 1
+            self._requests_seen += 1
             raw = self._proxy.upstream.readdress(piece.head)
             exchange = Exchange(piece.head, self._proxy.keep_prompts) if is_recorded(piece.head) else None
-            self._latest = _Waiting(piece.head.method, exchange)
-            if self._followed:
-                self.waiting.append(self._latest)
+            self._latest = _PendingRequest(piece.head.method, exchange)
+            if self._reading:
+                self.pending.append(self._latest)
         elif self._latest is not None and self._latest.exchange is not None:
-            self._latest.exchange.asked(piece.body)
+            self._latest.exchange.request_body(piece.body)
         recorded = self._latest is not None and self._latest.exchange is not None
-        return self._asker.pass_on(piece, raw, recorded) if self._asker is not None else raw
+        return self._usage_inserter.rewrite(piece, raw, recorded) if self._usage_inserter is not None else raw
 
     # --- from the server to the client ------------------------------------------------------------------------------
 
-    async def _downward(self) -> None:
+    async def _server_to_client(self) -> None:
         assert self._server_reader is not None
         while data := await self._server_reader.read(CHUNK_BYTES):
             self._client.write(data)
-            self._follow(self._answers.feed(data))
+            self._read_responses(self._responses.feed(data))
             await self._client.drain()
-            if (self._client_left or self._proxy.ending) and not self.waiting and self._followed:
+            if (self._client_gone or self._proxy.ending) and not self.pending and self._reading:
                 return
-        self._follow(self._answers.close())
-        if self.waiting and not self._client_left:
-            await self._closed_early()
+        self._read_responses(self._responses.close())
+        if self.pending and not self._client_gone:
+            await self._server_closed_early()
 
-    def _follow(self, pieces: Iterator[Piece]) -> None:
-        """Note what was sent on already. A fault in here costs records, never an answer."""
-        if not self._followed:
+    def _read_responses(self, pieces: Iterator[Piece]) -> None:
+        """Reads what was forwarded already. An error in here costs records, never a response."""
+        if not self._reading:
             return
         try:
             for piece in pieces:
-                self._noted(piece)
+                self._observe_response(piece)
         except Exception:
-            logger.exception("an answer could not be followed; the rest of its connection is not recorded")
-            self._followed = False
-        if self._answers.lost or not self._followed:
-            self._lose()
+            logger.exception("a response could not be read; the rest of its connection is not recorded")
+            self._reading = False
+        if self._responses.gave_up or not self._reading:
+            self._stop_following()
 
-    def _noted(self, piece: Piece) -> None:
-        if not self.waiting:
+    def _observe_response(self, piece: Piece) -> None:
+        if not self.pending:
             return
-        exchange = self.waiting[0].exchange
+        exchange = self.pending[0].exchange
         if piece.head is not None:
-            self.waiting[0].answer_begun = True
+            self.pending[0].response_begun = True
             if exchange is not None and piece.head.status >= 200:
-                exchange.answered(piece.head)
+                exchange.response_head(piece.head)
         elif piece.kind is Kind.BODY and exchange is not None:
-            exchange.answer(piece.body)
+            exchange.response_body(piece.body)
         elif piece.kind is Kind.END:
-            self.waiting.popleft()
+            self.pending.popleft()
             if exchange is not None:
                 exchange.end()
-                self._proxy.keep(exchange)
-            self._proxy.answered()
+                self._proxy.write_record(exchange)
+            self._proxy.response_ended()
 
-    def _answer_framing(self, head: Head) -> Framing | int:
-        return answer_framing(head, self.waiting[0].method if self.waiting else b"")
+    def _response_framing(self, head: Head) -> Framing | int:
+        return response_framing(head, self.pending[0].method if self.pending else b"")
 
-    # --- when it goes wrong -----------------------------------------------------------------------------------------
+    # --- failures ---------------------------------------------------------------------------------------------------
 
-    async def _closed_early(self) -> None:
-        """The server closed the connection before the end of an answer."""
-        if self.waiting[0].answer_begun or self._requested > 1:
-            # On a connection used before, a client takes this for what it is, and sends the request again.
-            self._give_up_waiting("error", "the server closed the connection before the end of its answer")
+    async def _server_closed_early(self) -> None:
+        """Handles a server that closed the connection before the end of a response."""
+        if self.pending[0].response_begun or self._requests_seen > 1:
+            # Clients send a request again if a connection that they used before was closed.
+            self._fail_pending("error", "the server closed the connection before the end of its answer")
             return
         await self._send_error(502, "bad_gateway", "closed the connection without an answer")
 
     async def _refuse(self, status: int, kind: str, why: str) -> None:
-        """Read the client's request and answer it with an error."""
+        """Reads the client's request and answers it with an error."""
         drained = 0
         while drained < DRAIN_BYTES and (data := await self._client_reader.read(CHUNK_BYTES)):
             drained += len(data)
             pieces = list(self._requests.feed(data))
             for piece in pieces:
-                self._asked(piece)
-            waits = any(piece.head is not None and piece.head.get(b"expect") for piece in pieces)
-            if waits or self._requests.lost or any(piece.kind is Kind.END for piece in pieces):
+                self._observe_request(piece)
+            expects_continue = any(piece.head is not None and piece.head.get(b"expect") for piece in pieces)
+            if expects_continue or self._requests.gave_up or any(piece.kind is Kind.END for piece in pieces):
                 break
-        if self.waiting:
+        if self.pending:
             await self._send_error(status, kind, why)
 
     async def _send_error(self, status: int, kind: str, why: str) -> None:
         upstream = self._proxy.upstream
-        said = f"the server at {upstream.netloc.decode()} {why}"
-        body = msgspec.json.encode({"error": {"message": said, "type": kind, "param": None, "code": status}})
+        message = f"the server at {upstream.netloc.decode()} {why}"
+        body = msgspec.json.encode({"error": {"message": message, "type": kind, "param": None, "code": status}})
         reason = {502: "Bad Gateway", 504: "Gateway Timeout"}[status]
         head = f"HTTP/1.1 {status} {reason}\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n"
         self._client.write(head.encode() + b"Connection: close\r\n\r\n" + body)
-        self._give_up_waiting("error", said, status)
+        self._fail_pending("error", message, status)
         await self._client.drain()
 
     def _abort(self, why: str) -> None:
-        self._give_up_waiting("abort" if self._client_left else "error", why)
+        self._fail_pending("abort" if self._client_gone else "error", why)
         for writer in (self._client, self._server):
             if writer is not None:
                 writer.transport.abort()
 
-    def _give_up_waiting(self, finish: str, why: str, status: int = 0) -> None:
-        """Record the requests whose answers did not come to their end."""
-        while self.waiting:
-            exchange = self.waiting.popleft().exchange
+    def _fail_pending(self, finish: str, why: str, status: int = 0) -> None:
+        """Records all pending requests as incomplete."""
+        while self.pending:
+            exchange = self.pending.popleft().exchange
             if exchange is not None:
                 exchange.end(finish, why, status)
-                self._proxy.keep(exchange)
-        self._proxy.answered()
+                self._proxy.write_record(exchange)
+        self._proxy.response_ended()
 
-    def _lose(self) -> None:
-        """From here on the connection is passed on unseen (an upgrade, or no HTTP): nothing on it is recorded."""
-        self._followed = False
-        self._requests.lose()
-        self._proxy.lost += sum(waiting.exchange is not None for waiting in self.waiting)
-        self.waiting.clear()
-        self._proxy.answered()
+    def _stop_following(self) -> None:
+        """Passes on the rest of the connection unread (an upgrade, or not HTTP): nothing on it is recorded."""
+        self._reading = False
+        self._requests.give_up()
+        self._proxy.unrecorded += sum(request.exchange is not None for request in self.pending)
+        self.pending.clear()
+        self._proxy.response_ended()

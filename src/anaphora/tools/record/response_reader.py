@@ -1,4 +1,4 @@
-"""What an answer says on its way past: its usage, when its first token came, how it ended."""
+"""Reads the body of a response as it passes: token usage, time of the first token, finish reason, error."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from anaphora.tools.record.http1 import Head
 from anaphora.tools.shared.sse import EventParser
 
 KEPT_BYTES = 32 * 2**20
-"""Of a body; a larger one passes without being read."""
+"""Largest body that is read; a larger one is passed on without being read."""
 
 
 @dataclass(slots=True)
-class Told:
-    """``usage`` joins all usage objects of an answer, later values over earlier ones; ``timings`` are llama.cpp's."""
+class ResponseSummary:
+    """What a response says. ``usage`` merges all usage objects, later values win; ``timings`` are llama.cpp's."""
 
     id: str = ""
     model: str = ""
@@ -28,7 +28,7 @@ class Told:
     timings: dict[str, Any] = field(default_factory=dict)
 
     def take(self, message: Any) -> None:
-        """Read one JSON document of an answer: all of it, or one event of a stream."""
+        """Reads one JSON document: the whole body, or one event of a stream."""
         if not isinstance(message, dict):
             return
         inner = [value for key in ("message", "response") if isinstance(value := message.get(key), dict)]
@@ -47,12 +47,12 @@ class Told:
             self.finish = _text(choice.get("finish_reason")) or self.finish
         error = message.get("error") or (message if message.get("object") == "error" else message.get("detail"))
         if error:
-            said = error.get("message") if isinstance(error, dict) else error
-            self.error = str(said or error)[:300]
+            message = error.get("message") if isinstance(error, dict) else error
+            self.error = str(message or error)[:300]
 
 
 def has_token(event: Any) -> bool:
-    """Whether a stream's event carries content, in the form of any of the known APIs."""
+    """Returns whether a stream's event carries content, in any of the known APIs."""
     if not isinstance(event, dict):
         return False
     kind = event.get("type")
@@ -68,11 +68,11 @@ def has_token(event: Any) -> bool:
     return False
 
 
-class Answer:
-    """Reads the body of one answer as it passes: events at once, another body when it is asked to."""
+class ResponseReader:
+    """Reads the body of one response: events as they come, any other body in ``finish``."""
 
     def __init__(self, head: Head) -> None:
-        self.told = Told()
+        self.summary = ResponseSummary()
         self.first_token: float | None = None
         kind = head.get(b"content-type").lower()
         self.streamed = kind.startswith(b"text/event-stream")
@@ -84,6 +84,7 @@ class Answer:
         self._kept = bytearray()
 
     def feed(self, data: bytes) -> None:
+        """Takes the next bytes of the body, as the server sent them."""
         if not (self.readable and (self.streamed or self._json)):
             return
         try:
@@ -101,16 +102,16 @@ class Answer:
 
     @property
     def size(self) -> int:
-        """Bytes that are kept until more of the body has come."""
+        """Bytes of the body held in memory."""
         return len(self._kept) + self._events.held_bytes
 
-    def finish(self) -> Told:
-        """Reads what is left, which may take long."""
+    def finish(self) -> ResponseSummary:
+        """Reads what is left of the body, which may take long, and returns the summary."""
         for event in self._events.close():
             self._take_event(event)
         if self._kept:
             self._take(bytes(self._kept))
-        return self.told
+        return self.summary
 
     def _take_event(self, data: bytes) -> None:
         event = self._take(data)
@@ -122,7 +123,7 @@ class Answer:
             value = msgspec.json.decode(data)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
             return None
-        self.told.take(value)
+        self.summary.take(value)
         return value
 
     def _give_up(self) -> None:
