@@ -166,13 +166,13 @@ def streams(lines: list[bytes]) -> st.SearchStrategy[bytes]:
 CUTS = st.lists(st.integers(0, 600), max_size=5)
 
 
-@settings(max_examples=600, deadline=None)
+@settings(max_examples=300, deadline=None)
 @given(streams(REQUEST_LINES), CUTS)
 def test_requests(stream: bytes, cuts: list[int]) -> None:
     assert_same(stream, cuts, None)
 
 
-@settings(max_examples=600, deadline=None)
+@settings(max_examples=300, deadline=None)
 @given(streams(STATUS_LINES), CUTS, st.sampled_from([b"POST", b"GET", b"HEAD", b"CONNECT"]))
 def test_responses(stream: bytes, cuts: list[int], method: bytes) -> None:
     assert_same(stream, cuts, method)

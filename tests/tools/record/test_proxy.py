@@ -430,12 +430,17 @@ async def test_an_answer_that_breaks_off_breaks_off_here_too(reset: bool, tmp_pa
         if reset:
             writer.transport.abort()
 
+    async def ask(url: str) -> None:
+        async with (
+            httpx.AsyncClient(trust_env=False) as client,
+            client.stream("POST", f"{url}/v1/chat/completions", json=CHAT) as response,
+        ):
+            async for _ in response.aiter_raw():
+                got.set()
+
     async with recording(script, tmp_path / "log") as setup:
-        async with httpx.AsyncClient(trust_env=False) as client:
-            with pytest.raises((httpx.RemoteProtocolError, httpx.ReadError)):
-                async with client.stream("POST", f"{setup.url}/v1/chat/completions", json=CHAT) as response:
-                    async for _ in response.aiter_raw():
-                        got.set()
+        with pytest.raises((httpx.RemoteProtocolError, httpx.ReadError)):
+            await ask(setup.url)
         (record,) = setup.records()
     assert record.finish == "error"
     assert "before the end of its answer" in record.error

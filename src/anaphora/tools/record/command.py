@@ -38,9 +38,8 @@ def main(options: RecordOptions) -> int:
     if writer.dropped or proxy.unrecorded:
         _say(f"{writer.dropped + proxy.unrecorded:,} requests passed without a record (the warnings above say why)")
     if proxy.with_usage < proxy.responses:
-        _say(
-            f"{proxy.responses - proxy.with_usage:,} responses had no usage: clients must ask for it, or start with --ask-usage"
-        )
+        without = proxy.responses - proxy.with_usage
+        _say(f"{without:,} responses had no usage: clients must ask for it, or start with --ask-usage")
     if proxy.with_cached < proxy.with_usage:
         _say(
             f"{proxy.with_usage - proxy.with_cached:,} responses had no cached tokens: vLLM reports them with "

@@ -188,7 +188,7 @@ class Splitter:
         return Piece(Kind.END)
 
     def _head(self, data: bytes) -> tuple[Head | None, bytes]:
-        """Returns a complete head and the bytes after it; (None, data) if there is none, with state RAW if none can come."""
+        """Returns a complete head and the bytes after it, or (None, data), with state RAW if no head can come."""
         start = len(data) - len(data.lstrip(b"\r\n"))  # empty lines before a message are ignored
         match = _HEAD_END.search(data, start)
         if match is None or match.end() > MAX_HEAD_BYTES:
