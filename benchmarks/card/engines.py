@@ -18,7 +18,7 @@ import transformers
 from anaphora.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
 from anaphora.core.engine import Engine
 from anaphora.model.loader import LoadedModel, load_model
-from anaphora.model.memory import choose_device, limit
+from anaphora.model.memory import choose_device, limit_memory
 from anaphora.model.runner import ModelRunner
 from anaphora.types.batch import ModelInfo
 from anaphora.types.outputs import SequenceUpdate
@@ -153,7 +153,7 @@ class Bench:
 
     def _make(self, config: EngineConfig) -> ModelRunner:
         began = time.monotonic()
-        limit(config.cache, self.device)
+        limit_memory(config.cache, self.device)
         if self._loaded is None:
             self._loaded = load_model(config.model, self.device)
         runner = ModelRunner(config, self._loaded, self.device)

@@ -14,7 +14,15 @@ from anaphora.config import CacheConfig, EngineConfig, ModelConfig, SchedulerCon
 from anaphora.errors import ConfigError
 from anaphora.model import runner
 from anaphora.model.loader import estimate
-from anaphora.model.memory import check_card, check_dtype, check_length, choose_device, kv_cache_dtype, limit, size_pool
+from anaphora.model.memory import (
+    check_card,
+    check_dtype,
+    check_length,
+    choose_device,
+    kv_cache_dtype,
+    limit_memory,
+    size_pool,
+)
 from anaphora.model.runner import load
 from tests.support.checkpoints import save
 
@@ -46,13 +54,15 @@ def test_the_pool_is_exactly_as_large_as_asked_for() -> None:
 def test_a_gpu_also_has_a_pool_in_float16() -> None:
     cache = CacheConfig(kv_cache_dtype="float16")
     assert kv_cache_dtype(cache, torch.bfloat16, torch.device("cuda")) is torch.float16
-    with pytest.raises(ConfigError, match="float16 is not there on a CPU"):
+    with pytest.raises(ConfigError, match="float16 is not supported on a CPU"):
         kv_cache_dtype(cache, torch.bfloat16, CPU)
 
 
 def test_float8_needs_a_gpu_that_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
     cache, gpu = CacheConfig(kv_cache_dtype="fp8"), torch.device("cuda")
-    with pytest.raises(ConfigError, match=r"--kv-cache-dtype fp8 is not there on a CPU; use auto, bfloat16 or float32"):
+    with pytest.raises(
+        ConfigError, match=r"--kv-cache-dtype fp8 is not supported on a CPU; use auto, bfloat16 or float32"
+    ):
         kv_cache_dtype(cache, torch.bfloat16, CPU)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "A10")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 6))
@@ -116,15 +126,15 @@ def test_a_pool_without_room_is_accounted_for(card: dict[str, Any]) -> None:
 
 
 def test_gpu_memory_holds_the_process_to_a_smaller_card(card: dict[str, Any]) -> None:
-    limit(CacheConfig(gpu_memory=24), GPU)
+    limit_memory(CacheConfig(gpu_memory=24), GPU)
     assert card["share"] == 23 / 80
-    limit(CacheConfig(), GPU)
+    limit_memory(CacheConfig(), GPU)
     assert card["share"] == 1
     with pytest.raises(ConfigError, match=r"--gpu-memory 200 is more than the GPU has, which is 80\.00 GiB"):
-        limit(CacheConfig(gpu_memory=200), GPU)
+        limit_memory(CacheConfig(gpu_memory=200), GPU)
     with pytest.raises(ConfigError, match=r"--gpu-memory 0\.5 leaves nothing: 1\.00 GiB"):
-        limit(CacheConfig(gpu_memory=0.5), GPU)
-    limit(CacheConfig(gpu_memory=24), CPU)
+        limit_memory(CacheConfig(gpu_memory=0.5), GPU)
+    limit_memory(CacheConfig(gpu_memory=24), CPU)
 
 
 def test_a_card_too_small_is_told_before_the_weights_are_read(card: dict[str, Any]) -> None:

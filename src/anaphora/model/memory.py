@@ -1,4 +1,4 @@
-"""Where the model runs, and how many KV blocks there is memory for."""
+"""Chooses the device and the dtype of the KV pool, and computes how many KV blocks fit into memory."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from anaphora.config import CacheConfig, EngineConfig
 from anaphora.errors import ConfigError
 
 DEFAULT_POOL_BYTES = 4 * 2**30
-"""On a CPU, at most; a quarter of free memory if that is less."""
+"""Pool size on a CPU; a quarter of free memory if that is less."""
 
 _KV_DTYPES = {
     "bfloat16": torch.bfloat16,
@@ -25,11 +25,11 @@ _KV_DTYPES = {
 _GPU_ONLY = ("float16", "fp8", "fp8_e4m3")
 _BFLOAT16_CAPABILITY = (8, 0)
 _FLOAT8_CAPABILITY = (8, 9)
-"""The first NVIDIA generation whose processors convert float8 (Ada)."""
+"""The first NVIDIA generation that converts float8 in hardware (Ada)."""
 
 
 def choose_device(wanted: str) -> torch.device:
-    """``auto``: a GPU if there is one. ConfigError where CUDA is asked for and there is none."""
+    """``auto`` is a GPU if there is one. Raises ConfigError if CUDA is asked for and there is none."""
     if wanted == "cpu" or (wanted == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
     if not torch.cuda.is_available():
@@ -38,13 +38,14 @@ def choose_device(wanted: str) -> torch.device:
 
 
 def kv_cache_dtype(cache: CacheConfig, model_dtype: torch.dtype, device: torch.device) -> torch.dtype:
-    """The dtype of the pool: fp8 is e4m3. ConfigError for one that the device does not have."""
+    """The dtype of the KV pool; fp8 is e4m3. Raises ConfigError for one that the device does not support."""
     if cache.kv_cache_dtype == "auto":
         return model_dtype
     known = [name for name in _KV_DTYPES if name not in _GPU_ONLY or device.type == "cuda"]
     if cache.kv_cache_dtype not in known:
         raise ConfigError(
-            f"--kv-cache-dtype {cache.kv_cache_dtype} is not there on a {'GPU' if device.type == 'cuda' else 'CPU'}; "
+            f"--kv-cache-dtype {cache.kv_cache_dtype} is not supported on a "
+            f"{'GPU' if device.type == 'cuda' else 'CPU'}; "
             f"use auto, {' or '.join(known)}",
             param="kv_cache_dtype",
         )
@@ -59,7 +60,7 @@ def kv_cache_dtype(cache: CacheConfig, model_dtype: torch.dtype, device: torch.d
 
 
 def check_dtype(dtype: torch.dtype, device: torch.device) -> None:
-    """ConfigError where the GPU's processors do not compute in ``dtype``."""
+    """Raise ConfigError if the GPU does not compute in ``dtype``."""
     if dtype == torch.bfloat16 and (found := torch.cuda.get_device_capability(device)) < _BFLOAT16_CAPABILITY:
         raise ConfigError(
             f"bfloat16 needs a GPU of compute capability 8.0 or later; this one ({torch.cuda.get_device_name(device)}) "
@@ -69,7 +70,7 @@ def check_dtype(dtype: torch.dtype, device: torch.device) -> None:
 
 
 def free_bytes(device: torch.device) -> int:
-    """Free memory of the GPU, or of the host."""
+    """Free bytes of the GPU, or of the host for a CPU."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
     return int(psutil.virtual_memory().available)
@@ -77,21 +78,24 @@ def free_bytes(device: torch.device) -> int:
 
 @dataclass(frozen=True, slots=True)
 class PoolSize:
-    """``blocks`` with the null block; ``activation_bytes`` is what the largest step takes for a while."""
+    """``blocks`` counts the null block too; ``activation_bytes`` is the temporary memory of the largest step."""
 
     blocks: int
     activation_bytes: int = 0
 
 
-def limit(cache: CacheConfig, device: torch.device) -> None:
-    """Hold this process to ``--gpu-memory``: beyond it, allocations fail as they would on a card of that size."""
+def limit_memory(cache: CacheConfig, device: torch.device) -> None:
+    """Limit this process to ``--gpu-memory``: allocations beyond it fail, as on a GPU of that size.
+
+    Raises ConfigError if other processes leave nothing of it.
+    """
     if device.type != "cuda":
         return
     if cache.gpu_memory is None:
         torch.cuda.set_per_process_memory_fraction(1.0, device)
         return
     free, total = torch.cuda.mem_get_info(device)
-    others = total - free - torch.cuda.memory_reserved(device)  # the driver's part, and that of other processes
+    others = total - free - torch.cuda.memory_reserved(device)  # the driver and other processes
     left = _card_bytes(cache, total) - others
     if left <= 0:
         raise ConfigError(
@@ -102,9 +106,9 @@ def limit(cache: CacheConfig, device: torch.device) -> None:
 
 
 def check_card(config: EngineConfig, weights_bytes: int, token_bytes: int, device: torch.device) -> None:
-    """Refuse a card that is too small, before the weights are read.
+    """Raise ConfigError if the GPU is too small, before the weights are read.
 
-    ``token_bytes`` of KV cache a token, 0 where they are not known yet. Raises ConfigError.
+    ``token_bytes`` are bytes of KV cache per token, or 0 if not known yet.
     """
     allowed, of = _allowed(config.cache, device)
     free, total = torch.cuda.mem_get_info(device)
@@ -122,13 +126,13 @@ def check_card(config: EngineConfig, weights_bytes: int, token_bytes: int, devic
         check_length(wanted, (left - weights_bytes) // max(token_bytes, 1), token_bytes)
 
 
-def check_length(max_model_len: int, holds: int, token_bytes: int) -> None:
-    """ConfigError if one request of ``max_model_len`` tokens does not fit into the ``holds`` tokens of the KV cache."""
-    if token_bytes and max_model_len > holds:
+def check_length(max_model_len: int, capacity: int, token_bytes: int) -> None:
+    """Raise ConfigError if a request of ``max_model_len`` tokens exceeds a KV cache of ``capacity`` tokens."""
+    if token_bytes and max_model_len > capacity:
         raise ConfigError(
             f"--max-model-len {max_model_len} needs {_gib(max_model_len * token_bytes)} of KV cache for one request, "
-            f"and there is room for {max(holds, 0)} tokens ({_gib(max(holds, 0) * token_bytes)}): lower it, raise "
-            "--gpu-memory-utilization, or use --kv-cache-dtype fp8",
+            f"and there is room for {max(capacity, 0)} tokens ({_gib(max(capacity, 0) * token_bytes)}): lower it, "
+            "raise --gpu-memory-utilization, or use --kv-cache-dtype fp8",
             param="max_model_len",
         )
 
@@ -136,10 +140,10 @@ def check_length(max_model_len: int, holds: int, token_bytes: int) -> None:
 def size_pool(
     cache: CacheConfig, bytes_per_block: int, device: torch.device, largest_step: Callable[[], None], reserve: int
 ) -> PoolSize:
-    """How many blocks the pool gets.
+    """Compute the number of blocks of the KV pool.
 
-    On a GPU ``largest_step`` runs the step that needs most memory, and ``reserve`` bytes are kept beside it.
-    Raises ConfigError where not even one block has room.
+    On a GPU ``largest_step`` runs the step that needs most memory, and ``reserve`` bytes are left for CUDA graphs.
+    Raises ConfigError if not even one block fits.
     """
     size, peak, flag = cache.kv_cache_memory_bytes, 0, "--kv-cache-memory-bytes"
     account = ""
@@ -171,14 +175,14 @@ def size_pool(
 def _check_asked(size: int, room: int) -> None:
     if size > room:
         raise ConfigError(
-            f"--kv-cache-memory-bytes asks for {_gib(size)}, and the GPU has room for {_gib(max(room, 0))} beside "
+            f"--kv-cache-memory-bytes asks for {_gib(size)}, and the GPU has room for {_gib(max(room, 0))} next to "
             "weights, activations and CUDA graphs",
             param="kv_cache_memory_bytes",
         )
 
 
 def _peak(largest_step: Callable[[], None]) -> int:
-    """Bytes that the step takes for a while, on top of what was there."""
+    """Temporary bytes of the step: its peak on top of what was allocated before."""
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
@@ -186,8 +190,8 @@ def _peak(largest_step: Callable[[], None]) -> int:
         largest_step()
     except torch.OutOfMemoryError as error:
         raise ConfigError(
-            "the largest step does not fit into the GPU's memory beside the weights: lower --max-num-batched-tokens or "
-            f"--max-num-seqs ({str(error).partition('. ')[0]})",
+            "the largest step does not fit into the GPU's memory together with the weights: lower "
+            f"--max-num-batched-tokens or --max-num-seqs ({str(error).partition('. ')[0]})",
             param="max_num_batched_tokens",
         ) from error
     torch.cuda.synchronize()
@@ -197,7 +201,7 @@ def _peak(largest_step: Callable[[], None]) -> int:
 
 
 def _allowed(cache: CacheConfig, device: torch.device) -> tuple[int, str]:
-    """Bytes of the GPU that may be used, and where the number comes from."""
+    """Bytes of the GPU that may be used, and the settings that this follows from, in words."""
     total = torch.cuda.mem_get_info(device)[1]
     card = _card_bytes(cache, total)
     whose = "--gpu-memory" if cache.gpu_memory is not None else torch.cuda.get_device_name(device)

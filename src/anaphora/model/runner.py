@@ -28,7 +28,7 @@ from anaphora.model.memory import (
     choose_device,
     free_bytes,
     kv_cache_dtype,
-    limit,
+    limit_memory,
     size_pool,
 )
 from anaphora.model.probe import base_of
@@ -70,7 +70,7 @@ def load(config: EngineConfig) -> ModelRunner:
     device = choose_device(config.model.device)
     if device.type == "cuda":
         _check_before_loading(config, device)
-    limit(config.cache, device)
+    limit_memory(config.cache, device)
     return ModelRunner(config, load_model(config.model, device), device)
 
 
