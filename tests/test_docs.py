@@ -82,6 +82,14 @@ def test_the_metrics_with_type_and_labels() -> None:
     assert documented == exported
 
 
+def test_the_meaning_of_a_metric_is_its_help_text() -> None:
+    helps = {
+        family.name + ("_total" if family.type == "counter" else ""): family.documentation
+        for family in registry().collect()
+    }
+    assert {codes(name)[0]: meaning for name, _, _, meaning in described_metrics()} == helps
+
+
 def described_metrics() -> list[list[str]]:
     return [row for row in table(section("metrics.md")) if len(row) == 4]
 

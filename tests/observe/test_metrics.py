@@ -8,7 +8,8 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families 
 from prometheus_client.parser import text_string_to_metric_families as parse_text
 
 from anaphora.observe import metrics as module
-from anaphora.observe.metrics import Metrics, Totals
+from anaphora.observe.engine_metrics import Totals
+from anaphora.observe.metrics import Metrics
 from anaphora.observe.record import RequestRecord
 from anaphora.types.batch import ModelInfo
 from anaphora.types.outputs import EngineInfo, EngineStats, StepResult

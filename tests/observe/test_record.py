@@ -60,7 +60,7 @@ def test_a_bad_line_is_named_by_its_number(tmp_path: Path) -> None:
             file.write(b"\n" + bad)
         reader = read(path)
         assert next(reader).id == "r1"
-        with pytest.raises(ConfigError, match=r"log\.jsonl, line 3 is no request record"):
+        with pytest.raises(ConfigError, match=r"log\.jsonl, line 3 is not a request record"):
             next(reader)
         path.write_bytes(path.read_bytes().split(b"\n", 1)[0] + b"\n")
 

@@ -1,34 +1,32 @@
-"""/metrics: vLLM's names where the same thing exists here, ``anaphora:`` for what vLLM lacks.
+"""The page /metrics: vLLM's names for what vLLM has, too, and ``anaphora:`` for the rest.
 
-All carry ``model_name`` and, as vLLM's do, ``engine="0"``. Counters and gauges are read from the engine's latest
-EngineStats when a scraper asks; histograms are fed by finished requests.
+All metrics have the labels ``model_name`` and, as in vLLM, ``engine="0"``. Counters and gauges are read from the
+engine's latest EngineStats at each scrape (engine_metrics.py); histograms are fed by finished requests.
 
 ============================================  =======================================================================
 vLLM's name                                   here
 ============================================  =======================================================================
-vllm:num_requests_waiting_by_reason           ``capacity``; ``deferred`` = waits for another's prefix
-vllm:kv_cache_usage_perc                      blocks that running requests hold, over all; blocks kept for reuse are
-                                              free to them and do not count
-vllm:prompt_tokens_total                      of prompts scheduled for the first time
+vllm:num_requests_waiting_by_reason           ``capacity``; ``deferred`` = waits for a prefix that another
+                                              request computes
+vllm:kv_cache_usage_perc                      blocks held by running requests, over all blocks; blocks kept for
+                                              reuse are available and do not count
+vllm:prompt_tokens_total                      counted when a prompt is first scheduled
 vllm:prompt_tokens_by_source_total            ``local_compute``, ``local_cache_hit``
-vllm:prompt_tokens_cached_by_source_total     ``device`` alone
-vllm:external_prefix_cache_*, vllm:mm_cache_* left out: there is no external and no multimodal cache
-vllm:engine_sleep_state                       left out: the engine does not sleep
-vllm:admission_rejections_total               left out: the queue has no limit that could reject
-vllm:estimated_*_per_gpu_total                left out: nothing here estimates them
-vllm:request_num_preemptions                  left out: preemptions are known in all (vllm:num_preemptions_total),
-                                              not by request
+vllm:prompt_tokens_cached_by_source_total     only ``device``
+vllm:external_prefix_cache_*, vllm:mm_cache_* absent: there is no external or multimodal cache
+vllm:engine_sleep_state                       absent: the engine does not sleep
+vllm:admission_rejections_total               absent: the queue has no limit
+vllm:estimated_*_per_gpu_total                absent: not estimated
+vllm:request_num_preemptions                  absent: preemptions are counted in total only
+                                              (vllm:num_preemptions_total)
 ============================================  =======================================================================
 """
 
 from __future__ import annotations
 
-import dataclasses
-import logging
 from bisect import bisect_left
 from collections.abc import Callable, Iterator
 from itertools import accumulate
-from typing import NamedTuple
 
 from prometheus_client import CollectorRegistry, Counter
 from prometheus_client.exposition import choose_encoder
@@ -36,15 +34,13 @@ from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamil
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
+from anaphora.observe.engine_metrics import EngineCollector, Totals
 from anaphora.observe.record import RequestRecord
-from anaphora.types.outputs import EngineInfo, EngineStats, StepResult
-from anaphora.types.reports import HIT_TOKENS, Reason
-
-logger = logging.getLogger("anaphora.metrics")
+from anaphora.types.outputs import EngineInfo, StepResult
 
 _OPENMETRICS = "application/openmetrics-text; version=1.0.0; escaping=allow-utf-8"
-"""Asked of prometheus_client in place of what the scraper wrote: without the last part it turns the colon of sample
-names, which is legal in every format, into an underscore."""
+"""The format requested from prometheus_client instead of the scraper's own header: without ``escaping`` it replaces the
+colon in sample names, which is legal in every format, by an underscore."""
 
 _LABELS = ("model_name", "engine")
 _TTFT: tuple[float, ...] = (
@@ -60,188 +56,31 @@ _REQUEST_TIME: tuple[float, ...] = (
 )
 _STEP_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 _CHOICES = (1, 2, 5, 10, 20)
-_MISS_REASONS = (Reason.COLD, Reason.DIVERGED, Reason.EVICTED, Reason.BYPASSED)
-
-
-class Reading(NamedTuple):
-    """One metric read from EngineStats. ``value`` gives a number, or a number for each value of ``label``."""
-
-    name: str
-    help: str
-    value: Callable[[EngineStats], float | dict[str, float]]
-    label: str = ""
-
-
-def _usage(stats: EngineStats) -> float:
-    return stats.referenced_blocks / stats.total_blocks if stats.total_blocks else 0.0
-
-
-def _waiting_by_reason(stats: EngineStats) -> dict[str, float]:
-    return {"capacity": stats.waiting - stats.waiting_for_prefix, "deferred": stats.waiting_for_prefix}
-
-
-def _misses(stats: EngineStats) -> dict[str, float]:
-    return {reason.value: stats.misses.get(reason, 0) for reason in _MISS_REASONS}
-
-
-def hits_at_sizes(stats: EngineStats) -> dict[str, float]:
-    """Prompt tokens found, in all, by a cache of so many times the size."""
-    return {"0.5": stats.hits_half, "1": stats.hits, "2": stats.hits_twice, "4": stats.hits_four_times}
-
-
-GAUGES = (
-    Reading("vllm:num_requests_running", "Requests in the running batch.", lambda s: s.running),
-    Reading("vllm:num_requests_waiting", "Requests that wait to be scheduled.", lambda s: s.waiting),
-    Reading(
-        "vllm:num_requests_waiting_by_reason",
-        "Requests that wait: for room (capacity) or for a prefix that another computes (deferred).",
-        _waiting_by_reason,
-        "reason",
-    ),
-    Reading("vllm:kv_cache_usage_perc", "Share of the KV blocks that running requests hold; 1 is all.", _usage),
-    Reading(
-        "anaphora:requests_waiting_for_prefix",
-        "Requests that wait while another computes the prefix that they share.",
-        lambda s: s.waiting_for_prefix,
-    ),
-    Reading("anaphora:kv_blocks", "KV blocks of the pool.", lambda s: s.total_blocks),
-    Reading("anaphora:kv_blocks_free", "KV blocks that hold nothing.", lambda s: s.free_blocks),
-    Reading("anaphora:kv_blocks_cached", "Idle KV blocks kept for reuse.", lambda s: s.idle_cached_blocks),
-    Reading("anaphora:kv_blocks_pinned", "KV blocks that are never evicted.", lambda s: s.pinned_blocks),
-    Reading("anaphora:free_memory_bytes", "Free memory of the engine's device.", lambda s: s.free_memory_bytes),
-)
-
-COUNTERS = (
-    Reading("vllm:prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", lambda s: s.queries),
-    Reading("vllm:prefix_cache_hits", "Of those, the tokens that were found.", lambda s: s.hits),
-    Reading("vllm:prompt_tokens", "Prompt tokens of the requests scheduled.", lambda s: s.prompt_tokens),
-    Reading("vllm:prompt_tokens_cached", "Prompt tokens that were not computed but reused.", lambda s: s.hits),
-    Reading(
-        "vllm:prompt_tokens_by_source",
-        "Prompt tokens by where their keys and values came from.",
-        lambda s: {"local_compute": max(0, s.prompt_tokens - s.hits), "local_cache_hit": s.hits},
-        "source",
-    ),
-    Reading(
-        "vllm:prompt_tokens_cached_by_source",
-        "Reused prompt tokens by the place that kept them.",
-        lambda s: {"device": s.hits},
-        "source",
-    ),
-    Reading("vllm:generation_tokens", "Tokens generated.", lambda s: s.generation_tokens),
-    Reading("vllm:num_preemptions", "Times that a running request had to give up its blocks.", lambda s: s.preemptions),
-    Reading("anaphora:requests_scheduled", "Requests scheduled for the first time.", lambda s: s.requests),
-    Reading(
-        "anaphora:requests_hit",
-        f"Of those, the ones that reused at least {HIT_TOKENS} tokens, or a shorter prompt but for its last token.",
-        lambda s: s.requests_hit,
-    ),
-    Reading("anaphora:cache_misses", "Requests by the reason why no more was reused.", _misses, "reason"),
-    Reading(
-        "anaphora:requests_isolated",
-        "Requests that found no block of theirs, and whose first block is cached under another salt.",
-        lambda s: s.isolated,
-    ),
-    Reading(
-        "anaphora:prefix_cache_hits_at_size",
-        "Prompt tokens that a cache of so many times the size would have found.",
-        hits_at_sizes,
-        "size",
-    ),
-    Reading("anaphora:evicted_blocks", "Cached KV blocks given up for others.", lambda s: s.evicted_blocks),
-    Reading(
-        "anaphora:computed_prompt_tokens",
-        "Prompt tokens that the model ran through, recomputation after a preemption included.",
-        lambda s: s.computed_prompt_tokens,
-    ),
-    Reading("anaphora:prefill_seconds", "Seconds spent on computing prompts.", lambda s: s.prefill_seconds),
-    Reading(
-        "anaphora:prefill_seconds_saved",
-        "Seconds of prefill that reuse saved, by the measured cost of a token at its place.",
-        lambda s: s.prefill_seconds_saved,
-    ),
-    Reading("anaphora:engine_steps", "Steps of the engine.", lambda s: s.steps),
-    Reading("anaphora:failed_steps", "Steps that failed.", lambda s: s.failed_steps),
-)
-
-
-class Totals:
-    """EngineStats whose counters never fall: over restarts of the engine they go on from where they were.
-
-    A fallen ``steps`` means a new engine, whose counters are added to those of the old. Any other counter that falls
-    is a fault of the engine's books: it is held at its former value, and that is logged.
-    """
-
-    _COUNTERS = (
-        *("queries", "hits", "requests", "requests_hit", "prompt_tokens", "computed_prompt_tokens", "isolated"),
-        *("hits_half", "hits_twice", "hits_four_times"),
-        *("generation_tokens", "preemptions", "evicted_blocks", "failed_steps", "steps"),
-        *("prefill_seconds", "prefill_seconds_saved"),
-    )
-
-    def __init__(self) -> None:
-        self._base = EngineStats()
-        self._last = EngineStats()
-
-    def update(self, stats: EngineStats) -> bool:
-        """Take over the engine's newest numbers; says whether the engine has made a step since."""
-        last = self._last
-        if stats.steps < last.steps:
-            self._base = self.read()
-        else:
-            for name in self._COUNTERS:
-                if getattr(stats, name) < getattr(last, name):
-                    logger.error("%s fell from %s to %s; held", name, getattr(last, name), getattr(stats, name))
-                    stats = dataclasses.replace(stats, **{name: getattr(last, name)})
-        self._last = stats
-        return stats.steps != last.steps
-
-    def read(self) -> EngineStats:
-        base, last = self._base, self._last
-        sums = {name: getattr(base, name) + getattr(last, name) for name in self._COUNTERS}
-        reasons = base.misses.keys() | last.misses.keys()
-        misses = {reason: base.misses.get(reason, 0) + last.misses.get(reason, 0) for reason in sorted(reasons)}
-        return dataclasses.replace(last, misses=misses, **sums)
-
-
-class _EngineCollector(Collector):
-    """Turns the Readings into metric families at scrape time."""
-
-    def __init__(self, totals: Totals, labels: dict[str, str]) -> None:
-        self._totals = totals
-        self._labels = labels
-
-    def collect(self) -> Iterator[Metric]:
-        stats = self._totals.read()
-        for family, readings in ((GaugeMetricFamily, GAUGES), (CounterMetricFamily, COUNTERS)):
-            for reading in readings:
-                names = [*self._labels, *([reading.label] if reading.label else [])]
-                metric = family(reading.name, reading.help, labels=names)
-                value = reading.value(stats)
-                samples = value.items() if isinstance(value, dict) else [("", value)]
-                for key, number in samples:
-                    metric.add_metric([*self._labels.values(), *([key] if reading.label else [])], number)
-                yield metric
-
-    def describe(self) -> Iterator[Metric]:
-        return iter(())
 
 
 class Metrics:
-    """The registry of one server. ``step`` takes every StepResult, ``request`` every finished request once."""
+    """The metrics of one server. ``step`` takes every StepResult, ``request`` every finished request once.
+
+    Args:
+        info: the engine's model and limits.
+        model_name: the label on every metric.
+        cache_config: labels of vllm:cache_config_info.
+    """
 
     def __init__(self, info: EngineInfo, model_name: str, cache_config: dict[str, str]) -> None:
         self.totals = Totals()
         self.registry = CollectorRegistry()
         self._labels = {"model_name": model_name, "engine": "0"}
-        self.registry.register(_EngineCollector(self.totals, self._labels))
+        self.registry.register(EngineCollector(self.totals, self._labels))
         self._constants(info, cache_config)
         lengths = tuple(_one_two_five(info.max_model_len))
         self._step_tokens = self._histogram("vllm:iteration_tokens_total", "Tokens of one step.", _STEP_TOKENS)
         self._ttft = self._histogram("vllm:time_to_first_token_seconds", "From arrival to the first token.", _TTFT)
-        self._itl = self._histogram("vllm:inter_token_latency_seconds", "Between two tokens of a choice.", _TOKEN_TIME)
+        self._itl = self._histogram(
+            "vllm:inter_token_latency_seconds", "Between two tokens of one choice.", _TOKEN_TIME
+        )
         self._tpot = self._histogram(
-            "vllm:request_time_per_output_token_seconds", "Mean time of a token after the first.", _TOKEN_TIME
+            "vllm:request_time_per_output_token_seconds", "Mean time per token after the first.", _TOKEN_TIME
         )
         times = {
             "vllm:e2e_request_latency_seconds": "From arrival to the last token.",
@@ -262,26 +101,35 @@ class Metrics:
         self._choices = self._histogram("vllm:request_params_n", "Choices of a request.", _CHOICES)
         self._finished = Counter(
             "vllm:request_success",
-            "Requests finished, by how they ended.",
+            "Finished requests by reason.",
             (*_LABELS, "finished_reason"),
             registry=self.registry,
         )
         for reason in ("stop", "length", "abort", "error"):
             self._finished.labels(*self._labels.values(), reason)
         self._prefix_wait = self._histogram(
-            "anaphora:prefix_wait_seconds", "Part of the queue time spent waiting for another's prefix.", _REQUEST_TIME
+            "anaphora:prefix_wait_seconds",
+            "Part of the queue time spent waiting for a prefix that another request computes.",
+            _REQUEST_TIME,
         )
 
     def step(self, result: StepResult) -> None:
+        """Counts a step of the engine."""
         if self.totals.update(result.stats):
             self._step_tokens.observe(result.stats.last_step_tokens)
 
     def token_gap(self, seconds: float) -> None:
-        """Two tokens of one choice came ``seconds`` apart."""
+        """Counts the time between two tokens of one choice."""
         self._itl.observe(seconds)
 
     def request(self, record: RequestRecord, *, max_tokens: int, longest: int) -> None:
-        """A finished request; ``longest`` is the token count of its longest choice."""
+        """Counts a finished request.
+
+        Args:
+            record: its times and token counts.
+            max_tokens: its limit.
+            longest: tokens of its longest choice.
+        """
         self._finished.labels(*self._labels.values(), record.finish).inc()
         times, counts = self._times, self._counts
         times["vllm:e2e_request_latency_seconds"].observe(record.total_s)
@@ -306,11 +154,18 @@ class Metrics:
             self._prefix_wait.observe(record.waited_s)
 
     def count_dropped(self, dropped: Callable[[], int]) -> None:
-        """Export how many log records could not be written."""
-        self.registry.register(_Function("anaphora:records_dropped", "Log records not written.", self._labels, dropped))
+        """Exports ``dropped()``, the number of records that could not be written to the request log."""
+        self.registry.register(
+            _CallbackCounter(
+                "anaphora:records_dropped",
+                "Request records that could not be written to the log.",
+                self._labels,
+                dropped,
+            )
+        )
 
     def export(self, accept: str | None) -> tuple[bytes, str]:
-        """The page and its content type: Prometheus text, or OpenMetrics where ``accept`` asks for it."""
+        """Returns the page and its content type: Prometheus text, or OpenMetrics if ``accept`` asks for it."""
         if accept and "application/openmetrics-text" in accept:
             accept = _OPENMETRICS
         encoder, content_type = choose_encoder(accept or "")
@@ -342,10 +197,7 @@ class _Constants(Collector):
 
 
 class _Histogram(Collector):
-    """A histogram that is fed with every token: a tenth of the time that prometheus_client's own takes.
-
-    Belongs to one thread.
-    """
+    """A histogram for one thread, fed with every token: ten times as fast as prometheus_client's."""
 
     def __init__(self, name: str, text: str, labels: dict[str, str], bounds: tuple[float, ...]) -> None:
         self._name, self._text, self._labels, self._bounds = name, text, labels, bounds
@@ -364,8 +216,8 @@ class _Histogram(Collector):
         yield metric
 
 
-class _Function(Collector):
-    """A counter that is asked for when it is scraped."""
+class _CallbackCounter(Collector):
+    """A counter whose value a function returns at each scrape."""
 
     def __init__(self, name: str, text: str, labels: dict[str, str], value: Callable[[], int]) -> None:
         self._name, self._text, self._labels, self._value = name, text, labels, value
@@ -377,7 +229,7 @@ class _Function(Collector):
 
 
 def _one_two_five(highest: int) -> Iterator[float]:
-    """1, 2, 5, 10, 20, … up to ``highest``."""
+    """Yields 1, 2, 5, 10, 20, … up to ``highest``."""
     power = 1
     while True:
         for digit in (1, 2, 5):

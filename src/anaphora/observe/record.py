@@ -1,4 +1,4 @@
-"""The log of requests: one JSON line a request, the one schema that every tool reads and writes."""
+"""The request log: one JSON line per request, in the schema that the server writes and every tool reads."""
 
 from __future__ import annotations
 
@@ -27,16 +27,19 @@ KEEP_FILES = 4
 
 
 class RequestRecord(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """One prompt and its answer. Times in seconds, lengths in tokens; a field that is absent in the log is not known.
+    """One prompt and its answer. Times in seconds, lengths in tokens; a field that is absent in the log is unknown.
 
-    ``time`` is the Unix time of arrival, ``client_id`` the id that the client gave the request. ``output_tokens`` sums
-    the ``n`` choices. ``cached_tokens``, ``reason``, ``detail``, ``position`` and ``waited`` are the engine's
-    CacheReport, absent where the prompt was never scheduled; of these only ``cached_tokens`` comes from another server,
-    absent where it does not tell (0 is always written). ``ttft_s`` runs from arrival to the first token, ``prefill_s``
-    from the first scheduled chunk to it. ``salt`` is a digest of the cache salt. ``block_hashes`` are the engine's
-    chained hashes of the prompt's full blocks, of each the first 8 bytes in hex: two prompts share as much as their
-    lists do. ``status`` is that of the HTTP answer, ``error`` why there was no good one. docs/record.md tells it for
-    people.
+    - ``time``: Unix time of arrival. ``client_id``: the id that the client gave the request.
+    - ``output_tokens``: sum over the ``n`` choices.
+    - ``cached_tokens``, ``reason``, ``detail``, ``position``, ``waited``: the engine's CacheReport; absent if the
+      prompt was never scheduled. Other servers report only ``cached_tokens``; 0 is written, unknown is absent.
+    - ``ttft_s``: arrival to first token. ``prefill_s``: first scheduled chunk to first token.
+    - ``salt``: a digest of the cache salt.
+    - ``block_hashes``: the chained hashes of the prompt's full blocks, the first 8 bytes of each in hex. Two prompts
+      share a prefix as long as the common prefix of these lists.
+    - ``status``: of the HTTP response. ``error``: its message.
+
+    docs/record.md describes every field.
     """
 
     time: float
@@ -69,12 +72,12 @@ class RequestRecord(msgspec.Struct, kw_only=True, omit_defaults=True):
 
 
 def salt_digest(salt: str | None) -> str:
-    """What the log says of a cache salt: equal salts have equal digests, and the salt cannot be read from it."""
+    """Returns a digest of a cache salt for the log: equal for equal salts, and not invertible; "" for no salt."""
     return hashlib.sha256(b"anaphora cache salt\0" + salt.encode()).hexdigest()[:16] if salt else ""
 
 
 def read(path: str | Path) -> Iterator[RequestRecord]:
-    """The records of a log, in order. A line that is none raises ConfigError with the file, its number and why."""
+    """Yields the records of a log in order. Raises ConfigError, with file, line and reason, for an invalid line."""
     decoder = msgspec.json.Decoder(RequestRecord)
     try:
         with open(path, "rb") as lines:
@@ -84,13 +87,13 @@ def read(path: str | Path) -> Iterator[RequestRecord]:
                 try:
                     yield decoder.decode(line)
                 except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-                    raise ConfigError(f"{path}, line {number} is no request record: {error}") from None
+                    raise ConfigError(f"{path}, line {number} is not a request record: {error}") from None
     except OSError as error:
         raise ConfigError(f"cannot read the log {path}: {error.strerror}") from None
 
 
 def open_log(path: Path, flag: str = "--record") -> io.FileIO:
-    """Open a log to append to it. ConfigError, which names the flag, where that cannot be."""
+    """Opens a log for appending. Raises ConfigError, naming the flag, if it cannot be written."""
     try:
         return open(path, "ab", buffering=0)
     except OSError as error:
@@ -98,7 +101,7 @@ def open_log(path: Path, flag: str = "--record") -> io.FileIO:
 
 
 def add_block_hashes(identity: str, request: Request, record: RequestRecord) -> None:
-    """Fill in the hashes of a request's full blocks; ``identity`` is the model's, the root of the chain."""
+    """Sets ``record.block_hashes``. ``identity`` is the model's, the root of the hash chain."""
     hashes: list[BlockHash] = []
     root = root_hash(identity, request.cache_salt)
     extend_chain(hashes, root, pack(request.prompt_token_ids), record.block_size)
@@ -106,15 +109,24 @@ def add_block_hashes(identity: str, request: Request, record: RequestRecord) -> 
 
 
 Complete = Callable[[RequestRecord], None]
-"""Fills in the fields of a record that take long; runs in the writer's thread."""
+"""Fills in the fields of a record that take long to compute; runs in the writer's thread."""
 
 
 class RecordWriter:
-    """Appends records to a file in a thread of its own and never makes the caller wait.
+    """Appends records to a file in a thread of its own; never blocks the caller.
 
-    A full queue or a failed write (a full disk) drops records and counts them in ``dropped``; the first drop in a row
-    is logged. Beyond ``rotate_bytes`` the file becomes ``FILE.1``, the former ``FILE.1`` ``FILE.2`` and so on, up to
-    ``KEEP_FILES``.
+    A full queue or a failed write (a full disk) drops records and counts them in ``dropped``; the first of a series of
+    drops is logged.
+
+    Args:
+        path: the log.
+        flag: the option that named it, for error messages.
+        rotate_bytes: at this size FILE is renamed to FILE.1, FILE.1 to FILE.2 and so on, up to KEEP_FILES.
+        queue_lines: records that may be queued.
+        queue_bytes: memory that queued records may hold.
+
+    Raises:
+        ConfigError: the log cannot be written.
     """
 
     def __init__(
@@ -131,7 +143,7 @@ class RecordWriter:
         self.dropped = 0
         self._rotate_bytes = rotate_bytes
         self._queue: queue.Queue[tuple[RequestRecord, Complete | None, int] | None] = queue.Queue(queue_lines)
-        self._room = queue_bytes
+        self._free_bytes = queue_bytes
         self._lock = threading.Lock()
         self._encoder = msgspec.json.Encoder()
         self._failing = False
@@ -140,20 +152,20 @@ class RecordWriter:
         self._thread.start()
 
     def write(self, record: RequestRecord, complete: Complete | None = None, size: int = 0) -> None:
-        """Queue a record. ``size`` is about how many bytes it and what ``complete`` holds keep in memory until then."""
+        """Queues a record. ``size`` is the approximate memory in bytes that it and ``complete`` hold while queued."""
         with self._lock:
-            fits = size <= self._room
-            self._room -= size if fits else 0
+            fits = size <= self._free_bytes
+            self._free_bytes -= size if fits else 0
         try:
             if not fits:
                 raise queue.Full
             self._queue.put_nowait((record, complete, size))
         except queue.Full:
-            self._give_back(size if fits else 0)
+            self._release(size if fits else 0)
             self._drop("the writer is too slow")
 
     def close(self, timeout: float = 5.0) -> None:
-        """Write what is queued, for at most ``timeout`` seconds, and close the file."""
+        """Writes what is queued, for at most ``timeout`` seconds, and closes the file."""
         try:
             self._queue.put(None, timeout=timeout)
         except queue.Full:
@@ -167,21 +179,21 @@ class RecordWriter:
                 if complete is not None:
                     complete(record)
                 self._append(self._encoder.encode(record) + b"\n")
-            except Exception as error:  # this thread writes all the records that follow
+            except Exception as error:  # the thread must go on: it writes all later records
                 self._drop(f"{type(error).__name__}: {error}")
             else:
                 self.written += 1
                 self._failing = False
-            self._give_back(size)
+            self._release(size)
         self._file.close()
 
-    def _give_back(self, size: int) -> None:
+    def _release(self, size: int) -> None:
         with self._lock:
-            self._room += size
+            self._free_bytes += size
 
     def _append(self, line: bytes) -> None:
-        """One whole line or nothing: what a full disk cut off is taken back, so that the log stays readable."""
-        self._follow_path()
+        """Writes a whole line or nothing: a line that a full disk cut off is removed, so that the log stays valid."""
+        self._reopen_if_moved()
         size = os.fstat(self._file.fileno()).st_size
         if size and size + len(line) > self._rotate_bytes:
             self._rotate()
@@ -191,8 +203,8 @@ class RecordWriter:
             self._file.truncate(size)
             raise OSError(f"only {written} of {len(line)} bytes could be written")
 
-    def _follow_path(self) -> None:
-        """Begin anew where the file was moved or deleted from outside, as logrotate does."""
+    def _reopen_if_moved(self) -> None:
+        """Opens a new file if another program has moved or deleted it, as logrotate does."""
         try:
             same = os.path.samestat(os.stat(self.path), os.fstat(self._file.fileno()))
         except FileNotFoundError:

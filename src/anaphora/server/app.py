@@ -24,7 +24,7 @@ from anaphora.advice.server_flags import FlagWarning, ServerSettings, check_serv
 from anaphora.advice.template_checks import check_template
 from anaphora.config import EngineConfig, ServerConfig
 from anaphora.errors import AnaphoraError, ConfigError
-from anaphora.observe.log import describe_pool
+from anaphora.observe.log_lines import describe_pool
 from anaphora.observe.record import open_log
 from anaphora.remote.client import EngineClient
 from anaphora.server.cache_api.warm_file import WarmEntry, read_warm_file, warm_up

@@ -12,7 +12,7 @@ from typing import Any, Protocol, TypeVar
 
 from anaphora.config import ServerConfig
 from anaphora.errors import NotFound
-from anaphora.observe.log import HitRates, LoadLog, describe_request
+from anaphora.observe.log_lines import HitRates, LoadLog, describe_request
 from anaphora.observe.metrics import Metrics
 from anaphora.observe.record import Complete, RecordWriter, RequestRecord
 from anaphora.text import sandbox

@@ -6,7 +6,7 @@ import asyncio
 
 from starlette.responses import Response
 
-from anaphora.observe.metrics import hits_at_sizes
+from anaphora.observe.engine_metrics import hits_at_sizes
 from anaphora.server.api.cache_explanations import FIELD, explanation
 from anaphora.server.api.engine_requests import engine_requests
 from anaphora.server.api.request_context import RequestContext

@@ -1,4 +1,4 @@
-"""What the server says of itself: a line at the start, a line a request, a line every few seconds under load."""
+"""Lines of the server's log: one at the start, one per request, and one every few seconds under load."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ HIT_DETAIL = "all that was there; the rest is new"
 
 
 def describe_pool(info: EngineInfo) -> str:
-    """The start line on the KV cache. Block 0 takes padding and holds no tokens."""
+    """Returns the line about memory and the KV cache. Block 0 is the null block, which holds no tokens."""
     model = info.model
     tokens = (model.num_blocks - 1) * model.block_size
     parts = {
@@ -37,7 +37,7 @@ def describe_pool(info: EngineInfo) -> str:
 
 
 def describe_request(record: RequestRecord) -> str:
-    """One line: what was reused and why not more, where the time went, how it ended."""
+    """Returns the line of a finished request: what was reused and why not more, its times, how it ended."""
     cached = f"{record.cached_tokens or 0} cached"
     if record.reason:
         detail = record.detail or (HIT_DETAIL if record.reason == "hit" else "")
@@ -56,16 +56,17 @@ def _tokens(count: int) -> str:
 
 
 class HitRates:
-    """Hit rates over the last requests. A request counts once, when its first token is there."""
+    """Hit rates over the last ``last`` requests. A request counts once, at its first token."""
 
     def __init__(self, last: int = RECENT_REQUESTS) -> None:
         self._recent: deque[tuple[int, int]] = deque(maxlen=last)
 
     def add(self, prompt_tokens: int, cached_tokens: int) -> None:
+        """Counts a prompt."""
         self._recent.append((prompt_tokens, cached_tokens))
 
     def describe(self, stats: EngineStats) -> str:
-        """Both rates, in tokens and in requests, of the last requests and since the start, and the load."""
+        """Returns the line under load: hit rates in tokens and requests, recent and since the start, and the queues."""
         recent = self._recent
         tokens = _share(sum(c for _, c in recent), sum(p for p, _ in recent))
         requests = _share(sum(is_hit(p, c) for p, c in recent), len(recent))
@@ -84,13 +85,20 @@ def _share(part: float, whole: float) -> str:
 
 
 class Timer(Protocol):
-    def cancel(self) -> None: ...
+    """A scheduled callback."""
+
+    def cancel(self) -> None:
+        """Drops the callback."""
 
 
 class LoadLog:
-    """Logs ``describe()`` every ``interval`` seconds while there is work, and once more after it; no timer when idle.
+    """Logs a line every ``interval`` seconds while there is work, and once after it. Has no timer when idle.
 
-    ``call_later(seconds, function)`` is the event loop's. ``touch`` is called when a request begins.
+    Args:
+        interval: seconds.
+        call_later: ``call_later(seconds, function)``, as the event loop has it.
+        busy: whether there is work.
+        describe: returns the line.
     """
 
     def __init__(
@@ -107,10 +115,12 @@ class LoadLog:
         self._timer: Timer | None = None
 
     def touch(self) -> None:
+        """Starts the timer; called when a request begins."""
         if self._timer is None:
             self._timer = self._call_later(self._interval, self._tick)
 
     def close(self) -> None:
+        """Stops the timer."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None

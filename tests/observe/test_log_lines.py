@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from anaphora.observe.log import HitRates, LoadLog, describe_pool, describe_request
+from anaphora.observe.log_lines import HitRates, LoadLog, describe_pool, describe_request
 from anaphora.observe.record import RequestRecord
 from anaphora.types.batch import ModelInfo
 from anaphora.types.outputs import EngineInfo, EngineStats
