@@ -115,7 +115,7 @@ def test_ask_usage_sees_what_clients_do_not_ask_for(fake: Fake, tmp_path: Path) 
     [
         ([], "name the server with --upstream"),
         (["--upstream", "http://a"], "name the log with --out"),
-        (["--upstream", "ftp://a", "--out", "x"], "no server address"),
+        (["--upstream", "ftp://a", "--out", "x"], "not a server address"),
         (["--upstream", "http://me:pw@a", "--out", "x"], "names a user"),
         (["--upstream", "http://a", "--out", "/nowhere/x"], "--out cannot write /nowhere/x"),
         (["--upstream", "http://a", "--out", "x", "--port", "70000"], "--port must be"),

@@ -385,5 +385,5 @@ def test_options_of_logs_are_refused(wrong: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("url", ["http://", "http://a:99999", "http://a/?x=1", "http://[::1"])
 def test_addresses_that_are_none(url: str) -> None:
-    with pytest.raises(ConfigError, match="no server address"):
+    with pytest.raises(ConfigError, match="not a server address"):
         run(DoctorOptions(log=url, sample=0))
