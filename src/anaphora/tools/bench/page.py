@@ -1,9 +1,9 @@
-"""The HTML page: one file, no network, plots as inline SVG."""
+"""The HTML page of a run: one file that works offline, with the table and charts as inline SVG."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 from importlib import resources
 from typing import Any
 
@@ -11,18 +11,24 @@ import jinja2
 
 from anaphora.tools.bench.figures import Figures, known, ttft
 from anaphora.tools.bench.report import RATE, SECONDS, Report, number
+from anaphora.tools.shared import svg
 
-WIDTH, HEIGHT = 640, 260
-LEFT, RIGHT, TOP, BOTTOM = 64, 20, 16, 44
-BAR, BAR_LEFT, BAR_ROOM = 30, 90, 110
 COLORS = {"off": "#b4552d", "on": "#1f7a6d"}
-PARTS = (("waiting", "#c9c4b8"), ("prefill", "#b4552d"), ("decode", "#4a6fa5"))
+REQUEST_PARTS = (("waiting", "#c9c4b8"), ("prefill", "#b4552d"), ("decode", "#4a6fa5"))
 
-Scale = Callable[[float], float]
 Names = dict[str, str]
 
 
+@dataclass(frozen=True, slots=True)
+class Chart:
+    """A titled chart; ``html`` is its legend and its SVG."""
+
+    title: str
+    html: str
+
+
 def render_page(report: Report) -> str:
+    """Returns the page as HTML."""
     template = (resources.files(__package__) / "page.html").read_text(encoding="utf-8")
     environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True)
     data = report.as_json()
@@ -35,148 +41,89 @@ def render_page(report: Report) -> str:
         notes=report.notes(),
         own=not report.options.remote,
         charts=[chart for chart in _charts(report, sides) if chart],
+        chart_style=svg.STYLE,
     )
 
 
-def _charts(report: Report, sides: Sequence[str]) -> list[dict[str, Any] | None]:
+def _charts(report: Report, sides: Sequence[str]) -> list[Chart | None]:
     figures = {side: report.figures(side)[0] for side in sides}
     times = {side: sorted(known([ttft(s) for seen in report.rounds[side] for s in seen.good])) for side in sides}
     spread = {side: report.figures(side)[1].get("requests_per_s") for side in sides}
     names = report.options.names
     return [
-        _distribution(times, names),
+        _ttft_distribution(times, names),
         _rates(figures, spread, names),
-        _shares(figures, names),
+        _request_parts(figures, names),
         _sweep(report.sweep_rows(), sides, names),
     ]
 
 
-def _ticks(low: float, high: float, about: int = 5) -> list[float]:
-    """Round values from ``low`` to ``high``."""
-    rough = (high - low) / about or 1.0
-    power = 10 ** math.floor(math.log10(rough))
-    step = next((m * power for m in (1, 2, 5) if m * power >= rough), 10 * power)
-    first = math.ceil(low / step)
-    return [round(index * step, 10) for index in range(first, math.floor(high / step + 1e-9) + 1)]
-
-
-def _linear(low: float, high: float, start: float, end: float) -> Scale:
-    return lambda value: round(start + (value - low) / (high - low) * (end - start), 2)
-
-
-def _lines(title: str, x_title: str, y_title: str, x: tuple[float, float], y_top: float) -> dict[str, Any]:
-    """An empty line chart: its axes with their ticks, and ``place`` to put points on it."""
-    across = _linear(*x, LEFT, WIDTH - RIGHT)
-    up = _linear(0, y_top, HEIGHT - BOTTOM, TOP)
-    return {
-        "kind": "lines",
-        "title": title,
-        "x_title": x_title,
-        "y_title": y_title,
-        "box": {"width": WIDTH, "height": HEIGHT, "left": LEFT, "right": WIDTH - RIGHT, "top": TOP},
-        "floor": HEIGHT - BOTTOM,
-        "x_ticks": [(across(tick), f"{tick:g}") for tick in _ticks(*x)],
-        "y_ticks": [(up(tick), f"{tick:g}") for tick in _ticks(0, y_top)],
-        "place": lambda points: [(across(a), up(b)) for a, b in points],
-        "lines": [],
-    }
-
-
-def _distribution(times: dict[str, list[float]], names: Names) -> dict[str, Any] | None:
-    """Share of the requests whose first token was there after so many seconds."""
+def _ttft_distribution(times: dict[str, list[float]], names: Names) -> Chart | None:
+    """Share of the requests that had their first token after a number of seconds."""
     if not any(times.values()):
         return None
-    longest = max(value for values in times.values() for value in values)
-    chart = _lines(
-        "Time to first token", "seconds after sending", "% of the requests answered by then", (0, longest * 1.03), 100
-    )
+    end = max(value for values in times.values() for value in values) * 1.03
+    lines = []
     for side, values in times.items():
         points = [(0.0, 0.0)]
         for index, value in enumerate(values):
             points += [(value, 100 * index / len(values)), (value, 100 * (index + 1) / len(values))]
-        points.append((longest * 1.03, 100 if values else 0))
-        chart["lines"].append(
-            {"name": names[side], "color": COLORS[side], "points": chart["place"](points), "dots": False}
-        )
-    return chart
+        points.append((end, 100 if values else 0))
+        lines.append(svg.Line(names[side], COLORS[side], points))
+    axes = svg.Axes("seconds after sending", "% of the requests answered by then", 0, end, 100)
+    title = "Time to first token"
+    return Chart(title, svg.line_chart(title, axes, lines))
 
 
-def _sweep(rows: list[dict[str, Any]], sides: Sequence[str], names: Names) -> dict[str, Any] | None:
-    """Prefill by concurrency; where the server does not tell it, the time to first token."""
-    told = all(row[side]["prefill_p50_s"] is not None for row in rows for side in sides)
-    key, name = ("prefill_p50_s", "prefill") if told else ("ttft_p50_s", "time to first token")
-    found = {side: [(row["concurrency"], row[side][key]) for row in rows if row[side][key]] for side in sides}
-    points = [point for line in found.values() for point in line]
-    places = sorted({row["concurrency"] for row in rows})
-    if len(places) < 2 or not points:
+def _sweep(rows: list[dict[str, Any]], sides: Sequence[str], names: Names) -> Chart | None:
+    """Prefill by concurrency, or the time to first token if the server does not report prefill."""
+    reported = all(row[side]["prefill_p50_s"] is not None for row in rows for side in sides)
+    key, name = ("prefill_p50_s", "prefill") if reported else ("ttft_p50_s", "time to first token")
+    points = {side: [(row["concurrency"], row[side][key]) for row in rows if row[side][key]] for side in sides}
+    values = [value for line in points.values() for _, value in line]
+    concurrencies = sorted({row["concurrency"] for row in rows})
+    if len(concurrencies) < 2 or not values:
         return None
-    top = max(value for _, value in points) * 1.08
+    axes = svg.Axes("requests at once", f"{name} p50, seconds", concurrencies[0], concurrencies[-1], max(values) * 1.08)
     title = f"{name.capitalize()} by concurrency"
-    chart = _lines(title, "requests at once", f"{name} p50, seconds", (places[0], places[-1]), top)
-    for side, line in found.items():
-        chart["lines"].append(
-            {"name": names[side], "color": COLORS[side], "points": chart["place"](line), "dots": True}
-        )
-    return chart
+    lines = [svg.Line(names[side], COLORS[side], line, dots=True) for side, line in points.items()]
+    return Chart(title, svg.line_chart(title, axes, lines))
 
 
-def _bars(title: str, top: float, count: int) -> tuple[dict[str, Any], Scale]:
-    chart = {"kind": "bars", "title": title, "bars": [], "keys": [], "width": WIDTH, "height": count * (BAR + 14) + 14}
-    return chart, _linear(0, top, BAR_LEFT, WIDTH - BAR_ROOM)
-
-
-def _rates(
-    figures: dict[str, Figures], spread: dict[str, tuple[float, float] | None], names: Names
-) -> dict[str, Any] | None:
+def _rates(figures: dict[str, Figures], spread: dict[str, tuple[float, float] | None], names: Names) -> Chart | None:
     rates = {side: rate for side, found in figures.items() if (rate := found.get("requests_per_s"))}
     if not rates:
         return None
-    top = max([*rates.values(), *(ends[1] for ends in spread.values() if ends)])
-    chart, across = _bars("Requests per second", top, len(rates))
-    for index, (side, rate) in enumerate(rates.items()):
-        ends = spread[side] or (rate, rate)
-        part = {"x": BAR_LEFT, "width": across(rate) - BAR_LEFT, "color": COLORS[side], "tip": "median over the rounds"}
-        chart["bars"].append(
-            {
-                "name": names[side],
-                "y": 14 + index * (BAR + 14),
-                "parts": [part],
-                "whisker": (across(ends[0]), across(ends[1])),
-                "end": across(max(rate, ends[1])),
-                "label": number(rate, RATE),
-            }
+    bars = [
+        svg.Bar(
+            names[side],
+            [svg.Segment(rate, COLORS[side], "median over the rounds")],
+            number(rate, RATE),
+            whisker=spread[side] or (rate, rate),
         )
-    return chart
+        for side, rate in rates.items()
+    ]
+    title = "Requests per second"
+    return Chart(title, svg.bar_chart(title, bars))
 
 
-def _shares(figures: dict[str, Figures], names: Names) -> dict[str, Any] | None:
-    """The mean request, cut into waiting, prefill and decode."""
-    cut = {side: parts for side, found in figures.items() if (parts := _cut(found))}
-    if not cut:
+def _request_parts(figures: dict[str, Figures], names: Names) -> Chart | None:
+    """The mean request, divided into waiting, prefill and decode."""
+    divided = {side: parts for side, found in figures.items() if (parts := _divide(found))}
+    if not divided:
         return None
-    chart, across = _bars("Where the time of a request goes", max(map(sum, cut.values())), len(cut))
-    chart["keys"] = list(PARTS)
-    for index, (side, seconds) in enumerate(cut.items()):
-        segments, at = [], 0.0
-        for (name, color), length in zip(PARTS, seconds, strict=True):
-            x, end = across(at), across(at + length)
-            tip = f"{name}: {number(length, SECONDS)}"
-            segments.append({"x": x, "width": round(end - x, 2), "color": color, "tip": tip})
-            at += length
-        chart["bars"].append(
-            {
-                "name": names[side],
-                "y": 14 + index * (BAR + 14),
-                "parts": segments,
-                "whisker": None,
-                "end": across(at),
-                "label": number(at, SECONDS),
-            }
-        )
-    return chart
+    bars = []
+    for side, seconds in divided.items():
+        segments = [
+            svg.Segment(length, color, f"{name}: {number(length, SECONDS)}")
+            for (name, color), length in zip(REQUEST_PARTS, seconds, strict=True)
+        ]
+        bars.append(svg.Bar(names[side], segments, number(sum(seconds), SECONDS)))
+    title = "Where the time of a request goes"
+    return Chart(title, svg.bar_chart(title, bars, REQUEST_PARTS))
 
 
-def _cut(found: Figures) -> tuple[float, float, float] | None:
+def _divide(found: Figures) -> tuple[float, float, float] | None:
     prefill, first, whole = (found.get(key) for key in ("prefill_mean_s", "ttft_mean_s", "latency_mean_s"))
     if prefill is None or first is None or whole is None:
         return None
