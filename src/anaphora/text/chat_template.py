@@ -1,4 +1,4 @@
-"""Chat messages to prompt text, by the model's own template."""
+"""Renders chat messages to prompt text with a model's Jinja template."""
 
 from __future__ import annotations
 
@@ -18,16 +18,17 @@ Message = dict[str, Any]
 _RESERVED = frozenset({"messages", "tools", "add_generation_prompt", "continue_final_message"})
 _REASONING = ("reasoning_content", "thinking", "reasoning")
 _CUT = "CONTINUE_FINAL_MESSAGE_TAG "
-"""Stands behind the message to continue; the rendering is cut there."""
+"""Appended to the message to continue; the rendering is cut there."""
 _MARK = "anaphora_probe"
 _ROLES = ("system", "user", "assistant", "tool")
 
 
 class ChatTemplate:
-    """A Jinja template, set up as transformers does it and rendered in a sandbox with bounded time and memory.
+    """A Jinja template, configured as in transformers and rendered in a sandbox with limited time and memory.
 
-    What it can take is found by rendering small conversations when it is first asked for, not by reading its source.
-    ``special_tokens`` maps names such as ``bos_token`` to their text. Raises ModelError where it does not compile.
+    Which messages it accepts is found by rendering small conversations when first needed, not by reading its source.
+    ``special_tokens`` maps names such as ``bos_token`` to their text; ``now`` replaces the current time. Raises
+    ModelError if the template does not compile.
     """
 
     def __init__(self, source: str, special_tokens: dict[str, str], now: datetime | None = None) -> None:
@@ -39,7 +40,7 @@ class ChatTemplate:
         except sandbox.TemplateSyntaxError as error:
             raise ModelError(f"the chat template does not compile: {error}") from error
         except sandbox.RenderError:
-            pass  # no messages at all: many templates refuse that
+            pass  # many templates refuse an empty conversation
 
     def render(
         self,
@@ -50,13 +51,13 @@ class ChatTemplate:
         continue_final_message: bool = False,
         kwargs: dict[str, Any] | None = None,
     ) -> str:
-        """The prompt. ``kwargs`` are further variables of the template, ``documents`` among them.
+        """Returns the prompt. ``kwargs`` are further variables of the template, such as ``documents``.
 
-        Null content is empty text; lists of text parts are joined by newlines where the template takes text only;
-        developer messages are system messages where the template does not know them.
-        Arguments of tool calls that come as JSON text stay byte for byte as they are where the template can take
-        text, and are parsed where it cannot. ``continue_final_message`` leaves the last message open.
-        Raises InvalidRequest with the template's own words where it refuses.
+        Null content becomes empty text. Lists of text parts are joined by newlines if the template accepts text only.
+        Developer messages become system messages if the template does not know the role. JSON text in arguments of
+        tool calls is passed unchanged if the template accepts text, and is parsed if not.
+        ``continue_final_message`` leaves the last message open. Raises InvalidRequest with the template's own message
+        if it refuses the conversation.
         """
         if not messages:
             raise InvalidRequest("messages must not be empty", param="messages")
@@ -81,7 +82,7 @@ class ChatTemplate:
         return self._render(ready, variables)
 
     def changes(self, messages: Sequence[Message]) -> list[str]:
-        """What ``render`` changes of the messages before the template sees them, in words."""
+        """Describes how ``render`` changes the messages before the template sees them, one sentence per change."""
         found: list[str] = []
         for index, message in enumerate(messages):
             where = f"messages[{index}]"
@@ -98,7 +99,7 @@ class ChatTemplate:
             ):
                 given, taken = call["function"].get("arguments"), made["function"]["arguments"]
                 if isinstance(given, str) and not isinstance(taken, str):
-                    what = "JSON text is parsed, and the template writes it anew"
+                    what = "JSON text is parsed, and the template serializes it again"
                 elif given is not None and not isinstance(given, str) and isinstance(taken, str):
                     what = "the object is given as JSON text"
                 else:
@@ -108,12 +109,12 @@ class ChatTemplate:
 
     @functools.cached_property
     def drops_tools(self) -> bool:
-        """Whether tools that are given do not show in the prompt."""
+        """Whether the template leaves tools out of the prompt."""
         tool = {"name": _MARK, "description": "", "parameters": {"type": "object", "properties": {}}}
         text = self._probe([_message("user")], tools=[{"type": "function", "function": tool}])
         return text is not None and _MARK not in text
 
-    # --- rendering --------------------------------------------------------------------------------------------------
+    # --- rendering ---------------------------------------------------------------------------------------------------
 
     def _run(self, messages: list[Message], variables: dict[str, Any]) -> str:
         defaults: dict[str, Any] = {"tools": None, "documents": None, "add_generation_prompt": False}
@@ -121,7 +122,7 @@ class ChatTemplate:
         return sandbox.shared().render(self.source, merged, self._now)
 
     def at(self, now: datetime) -> ChatTemplate:
-        """The same template, which takes ``now`` for the present."""
+        """Returns the same template with ``now`` as the current time."""
         return ChatTemplate(self.source, self._special_tokens, now)
 
     def _render(self, messages: list[Message], variables: dict[str, Any]) -> str:
@@ -136,7 +137,7 @@ class ChatTemplate:
             ) from error
 
     def _render_open(self, messages: list[Message], variables: dict[str, Any]) -> str:
-        """Render with a mark behind the last message's text and cut there, as transformers does."""
+        """Renders with a mark after the last message's text and cuts there, as transformers does."""
         last = dict(messages[-1])
         content = last.get("content")
         if isinstance(content, list):
@@ -146,13 +147,13 @@ class ChatTemplate:
             final = str(content or "")
             last["content"] = final + _CUT
         text = self._render([*messages[:-1], last], variables)
-        place = text.rfind(_CUT.strip())
-        if place < 0 or final.strip() not in text:
+        end = text.rfind(_CUT.strip())
+        if end < 0 or final.strip() not in text:
             raise InvalidRequest("the chat template does not show the final message", param="continue_final_message")
-        kept = text[:place]
-        return kept if text.startswith(_CUT, place) else kept.rstrip()
+        kept = text[:end]
+        return kept if text.startswith(_CUT, end) else kept.rstrip()
 
-    # --- messages as this template takes them -----------------------------------------------------------------------
+    # --- messages in the form that the template accepts --------------------------------------------------------------
 
     def _prepared(self, message: Message, where: str) -> Message:
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
@@ -194,10 +195,10 @@ class ChatTemplate:
             arguments = json.dumps(arguments, ensure_ascii=False)
         return {**call, "function": {**function, "arguments": arguments}}
 
-    # --- what this template takes -----------------------------------------------------------------------------------
+    # --- capabilities of the template --------------------------------------------------------------------------------
 
     def _probe(self, messages: list[Message], **variables: Any) -> str | None:
-        """The rendering of a small conversation, None where the template refuses or fails."""
+        """Renders a small conversation; None if the template refuses it or fails."""
         try:
             return self._run(messages, variables)
         except sandbox.RenderError:
@@ -205,7 +206,7 @@ class ChatTemplate:
 
     @functools.cached_property
     def _list_roles(self) -> frozenset[str]:
-        """Roles whose content may be a list of parts: it comes out as the same text in one string does."""
+        """Roles whose content may be a list of parts: it renders like the same text in one string."""
         return frozenset(role for role in _ROLES if self._takes_list(role))
 
     def _takes_list(self, role: str) -> bool:
@@ -221,13 +222,13 @@ class ChatTemplate:
 
     @functools.cached_property
     def _knows_developer(self) -> bool:
-        """Whether a developer message shows; many templates refuse the role or leave its text out."""
+        """Whether the prompt contains developer messages; many templates refuse the role or drop its text."""
         text = self._probe([{"role": "developer", "content": _MARK}, _message("user")])
         return text is not None and _MARK in text
 
     @functools.cached_property
     def _argument_kinds(self) -> tuple[bool, bool]:
-        """Whether arguments of tool calls may be JSON text (and come out byte for byte), and whether objects."""
+        """Whether arguments of tool calls may be JSON text (rendered unchanged), and whether they may be objects."""
         text = f'{{"{_MARK}":  1}}'
         result = {"role": "tool", "tool_call_id": "probe1234", "content": "1"}
         as_text = self._probe([_message("user"), _calling(text), result])
@@ -284,7 +285,7 @@ def _message(role: str) -> Message:
 
 def _calling(arguments: Any) -> Message:
     function = {"name": "probe", "arguments": arguments}
-    # Mistral's templates want ids of nine characters.
+    # Mistral's templates require ids of nine characters.
     return {
         "role": "assistant",
         "content": "",
@@ -307,7 +308,7 @@ def _parsed(arguments: str, where: str) -> dict[str, Any]:
     try:
         parsed = json.loads(arguments)
     except ValueError as error:
-        raise InvalidRequest(f"{where} is no JSON: {error}", param=where) from error
+        raise InvalidRequest(f"{where} is not JSON: {error}", param=where) from error
     if not isinstance(parsed, dict):
         raise InvalidRequest(f"{where} must be a JSON object, got {arguments!r:.80}", param=where)
     return parsed

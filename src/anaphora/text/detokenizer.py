@@ -1,4 +1,4 @@
-"""Token ids to text, one choice at a time, as the tokens come."""
+"""Incremental detokenization of one choice, with stop strings."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from anaphora.types.sampling import SamplingParams
 
 
 class Vocabulary(Protocol):
-    """What the detokenizer needs of a tokenizer."""
+    """The part of a tokenizer that the detokenizer uses."""
 
     @property
     def special_ids(self) -> Set[int]: ...
@@ -20,12 +20,12 @@ class Vocabulary(Protocol):
     def token_bytes(self, token_id: int) -> bytes: ...
 
 
-@dataclass(slots=True)  # one a token, as output_processor.ChoiceDelta
+@dataclass(slots=True)  # created once per token, like output_processor.ChoiceDelta
 class TextDelta:
-    """What one call added. ``text`` is whole characters, append-only, and never (part of) a stop string.
+    """Text that one call adds: whole characters, without any part of a stop string.
 
-    ``tokens`` is how many of the given ids belong to the output: all of them, unless a stop string ended it within;
-    the token that completes the stop string counts, those behind it do not (as in vLLM). ``stop`` is that string.
+    ``tokens`` is how many of the given ids belong to the output: all of them, or those up to and including the token
+    that completes a stop string (as in vLLM). ``stop`` is that string.
     """
 
     text: str
@@ -34,13 +34,13 @@ class TextDelta:
 
 
 class Detokenizer:
-    """Incremental text of one choice; each token is looked at once.
+    """Detokenizes one choice incrementally; each token is processed once.
 
-    Bytes are held back until they are a whole character, characters while they can still become a stop string. The
-    stop string that is complete first ends the output, of several that are complete with the same character the
-    longest. The result does not depend on how the tokens are spread over the calls. Stop strings count only from
-    token ``min_tokens + 1`` on, as end tokens do. After a prompt with text the answer keeps its leading space, so that
-    prompt and answer together are the whole text.
+    Bytes are held back until they form a whole character, characters while they may be the start of a stop string. The
+    first stop string to be completed ends the output; if one character completes several, the longest counts. The
+    result does not depend on how tokens are split over calls. Stop strings are ignored before token
+    ``min_tokens + 1``, like end tokens. The output keeps its leading space unless the prompt has only special tokens,
+    so that prompt and output can be concatenated.
     """
 
     def __init__(self, tokenizer: Vocabulary, sampling: SamplingParams, prompt_token_ids: Sequence[int] = ()) -> None:
@@ -57,12 +57,12 @@ class Detokenizer:
 
     @property
     def text(self) -> str:
-        """All text given out so far."""
+        """Returns all text emitted so far."""
         self._parts = ["".join(self._parts)]
         return self._parts[0]
 
     def add(self, token_ids: Sequence[int], finished: bool) -> TextDelta:
-        """Take in the next tokens; ``finished`` says that no more will come, so what was held back is given out.
+        """Adds the next tokens. ``finished`` means that no more will come, so text that is held back is emitted.
 
         After a stop string or ``finished``, further tokens give an empty TextDelta of 0 tokens.
         """
@@ -75,20 +75,20 @@ class Detokenizer:
             pieces.append(text)
             if stop is not None:
                 self._ended = True
-                return self._give(pieces, count, stop)
+                return self._emit(pieces, count, stop)
         if finished:
             self._ended = True
             pieces.append(self._stops.flush() + self._utf8.decode(b"", final=True))
-        return self._give(pieces, len(token_ids), None)
+        return self._emit(pieces, len(token_ids), None)
 
-    def _give(self, pieces: list[str], tokens: int, stop: str | None) -> TextDelta:
+    def _emit(self, pieces: list[str], tokens: int, stop: str | None) -> TextDelta:
         text = "".join(pieces)
         if text:
             self._parts.append(text)
         return TextDelta(text, tokens, stop)
 
     def _characters(self, token_id: int) -> str:
-        """The characters that this token completes."""
+        """Returns the characters that this token completes."""
         if token_id in self._skipped:
             return ""
         text = self._utf8.decode(self._tokenizer.token_bytes(token_id))
@@ -99,10 +99,10 @@ class Detokenizer:
 
 
 class _StopFinder:
-    """Finds the first stop string in a growing text, each character looked at once (Knuth, Morris, Pratt)."""
+    """Finds the first stop string in a growing text in one pass (Knuth, Morris and Pratt, 1977)."""
 
     def __init__(self, stops: Sequence[str], include: bool) -> None:
-        # Longest first, so that of two that end at one character the longer one is found.
+        # Longest first: if two end at the same character, the longer one is found.
         self._stops = sorted(set(stops), key=len, reverse=True)
         self._fallbacks = [_fallbacks(stop) for stop in self._stops]
         self._matched = [0] * len(self._stops)
@@ -111,7 +111,7 @@ class _StopFinder:
         self._held = ""
 
     def feed(self, text: str, match: bool) -> tuple[str, str | None]:
-        """The text that is safe to give out now, and the stop string that was completed, if ``match`` allows one."""
+        """Returns the text that can be emitted, and the stop string that was completed, if any and ``match`` is set."""
         if not self._held and self._first_characters.isdisjoint(text):
             return text, None
         held = self._held + text
@@ -125,12 +125,12 @@ class _StopFinder:
         return held[:safe], None
 
     def flush(self) -> str:
-        """What is still held back; it has not become a stop string."""
+        """Returns the text that is held back; it did not become a stop string."""
         held, self._held = self._held, ""
         return held
 
     def _advance(self, char: str) -> str | None:
-        """Move every stop's state by one character; the longest stop string that it completes."""
+        """Advances all automata by one character; returns the longest stop string that it completes."""
         complete = None
         for index, (stop, fallbacks) in enumerate(zip(self._stops, self._fallbacks, strict=True)):
             matched = self._matched[index]
@@ -145,7 +145,7 @@ class _StopFinder:
 
 
 def _fallbacks(text: str) -> list[int]:
-    """For each beginning of ``text``: the length of its longest proper beginning that is also its end."""
+    """Returns the failure function: for each prefix of ``text``, the length of its longest proper border."""
     table = [0] * len(text)
     matched = 0
     for index in range(1, len(text)):

@@ -1,4 +1,4 @@
-"""Default sampling parameters and end tokens of a model, as vLLM's ``--generation-config`` has them."""
+"""Loads a model's default sampling parameters and end tokens, as vLLM does for ``--generation-config``."""
 
 from __future__ import annotations
 
@@ -18,29 +18,29 @@ _NAMES = {
     "repetition_penalty": "repetition_penalty",
     "max_new_tokens": "max_tokens",
 }
-"""Names in generation_config.json to names of SamplingParams."""
+"""Maps names in generation_config.json to fields of SamplingParams."""
 
 
 class HasEosTokens(Protocol):
-    """What is needed of a tokenizer."""
+    """The part of a tokenizer that is used here."""
 
     eos_token_ids: tuple[int, ...]
 
 
 @dataclass(frozen=True)
 class GenerationDefaults:
-    """``sampling`` holds SamplingParams fields that a request may leave out; ``eos_token_ids`` end an answer."""
+    """``sampling`` has defaults for SamplingParams; each of ``eos_token_ids`` ends an answer."""
 
     sampling: dict[str, Any]
     eos_token_ids: tuple[int, ...]
 
 
 def load_defaults(folder: Path, generation_config: str, tokenizer: HasEosTokens) -> GenerationDefaults:
-    """Read the defaults of the model in ``folder``.
+    """Loads the defaults of the model in ``folder``.
 
-    ``generation_config``: ``auto`` takes sampling parameters from the model's generation_config.json, ``vllm`` takes
-    none, anything else is a folder (or file) to read instead. The end tokens are in every case the union of what
-    generation_config.json, config.json and the tokenizer name. Raises ConfigError for a bad file or value.
+    ``generation_config``: ``auto`` uses the sampling parameters of the model's generation_config.json, ``vllm`` none,
+    anything else is a folder or file to read instead. The end tokens are always the union of those in
+    generation_config.json, config.json and the tokenizer. Raises ConfigError for an invalid file or value.
     """
     own = folder / "generation_config.json"
     chosen: dict[str, Any] = read_object(own) if own.is_file() else {}

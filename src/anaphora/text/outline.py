@@ -1,9 +1,14 @@
-"""Which part of a rendered prompt is whose: a map from the prompt's text back to messages and tools.
+"""Maps each part of a rendered prompt back to the message or tool that it comes from.
 
-A template is rendered with marks in the place of the texts; the result is cut at the marks. So it is known exactly
-which part of the prompt is whose, and conversations of the same structure need one rendering only. A text stays itself
-where templates are known to look into texts (thinking, outer spaces); and the first renderings, and ever rarer ones
-after them, are compared with what the template makes of the texts themselves: if they differ, no marks are used.
+A template is rendered with placeholders instead of texts, and the result is split at the placeholders. So the source of
+each part is known exactly, and conversations of the same structure need only one rendering:
+
+    messages   [user "Hi"]              placeholders   [user "<0>"]
+    rendering  "<|user|><0><|end|>"     outline        (NOBODY, "<|user|>") (0, None) (NOBODY, "<|end|>")
+
+A text is not replaced if templates are known to look into it (thinking tags, outer spaces). The first renderings, and
+later ones more and more rarely, are compared with the rendering of the texts themselves; if they differ, placeholders
+are no longer used for the template, and texts are searched in the rendering instead.
 """
 
 from __future__ import annotations
@@ -19,23 +24,24 @@ from anaphora.errors import InvalidRequest
 from anaphora.text.chat_template import ChatTemplate, Message
 
 NOBODY = -1
-"""The owner of the template's own text."""
+"""The owner of text that the template itself writes."""
 TOOLS = -1
 """The message index of tools."""
 ALWAYS_COMPARED = 12
+"""Outlines that are compared with a full rendering; after these, only number 16, 32, 64 and so on."""
 CACHED_OUTLINES = 4096
 CACHED_CHARACTERS = 2**24
 _MARK = "\ue000{}\ue001"
 _MARKED = re.compile("\ue000([0-9]{1,9})\ue001")
 _LOOKED_AT = re.compile(r"</?think|</?tool_|/no_think|\[/?INST|<\|")
-"""What templates look for in texts."""
+"""Strings in texts that some templates act on."""
 
 Texts = Callable[[], Sequence[tuple[str, str]]]
-"""Gives kind and text of all texts of a body: its tools in order, then its messages' as ``texts_of`` yields them."""
+"""Returns (kind, text) of all texts of a request: of the tools, then of the messages in the order of ``texts_of``."""
 
 
 class PromptOutline:
-    """A prompt in ``parts``: (number of the text that it is, or NOBODY; how it reads, None: as the text itself)."""
+    """A prompt in ``parts``: (index of the source text or NOBODY, the rendered text; None if equal to the source)."""
 
     __slots__ = ("__weakref__", "parts")
 
@@ -45,9 +51,9 @@ class PromptOutline:
 
 @dataclass(frozen=True, slots=True)
 class PromptPosition:
-    """A character of a message's texts (all in order, a line break between two) or of the tools' (TOOLS, "tools").
+    """A character in a message's texts (joined by line breaks), or in those of the tools (TOOLS, "tools").
 
-    The template's own text has the role "" and the index NOBODY, and ``character`` counts from where it begins.
+    In text of the template, ``message`` is NOBODY, ``role`` is "" and ``character`` counts from the part's start.
     """
 
     message: int
@@ -57,7 +63,7 @@ class PromptPosition:
 
 @dataclass(frozen=True, slots=True)
 class TextOwner:
-    """Whose a text is, and where it begins in its message's texts."""
+    """The message that a text belongs to, and the text's offset in characters within the message's texts."""
 
     message: int
     role: str
@@ -65,7 +71,7 @@ class TextOwner:
 
 
 def position_at(parts: Iterable[tuple[int, int]], owners: Sequence[TextOwner], at: int) -> PromptPosition | None:
-    """Where character ``at`` of a prompt is; None behind its end. ``parts`` are its (owner, length) in order."""
+    """Returns the position of character ``at`` of a prompt whose ``parts`` are (owner, length); None after its end."""
     done = 0
     for number, length in parts:
         if at < done + length:
@@ -78,13 +84,14 @@ def position_at(parts: Iterable[tuple[int, int]], owners: Sequence[TextOwner], a
 
 
 def tool_text(tool: Any) -> str:
+    """Returns a tool definition as JSON text."""
     return json.dumps(tool, ensure_ascii=False)
 
 
 def texts_of(message: Message) -> Iterator[tuple[str, str, str]]:
-    """(kind, JSON path inside the message, text) of every text of a message, in the order of its fields.
+    """Yields (kind, JSON path in the message, text) of every text of a message.
 
-    ``kind``: ``reasoning``, ``content``, ``name`` or ``arguments``.
+    ``kind`` is ``reasoning``, ``content``, ``name`` or ``arguments``.
     """
     if isinstance(reasoning := message.get("reasoning_content"), str):
         yield "reasoning", ".reasoning_content", reasoning
@@ -121,7 +128,10 @@ class OutlineBuilder:
     def outline_of(
         self, messages: list[Message], tools: list[Any], kwargs: dict[str, Any], texts: Texts, **options: Any
     ) -> PromptOutline:
-        """The outline of a prompt; ``options`` are those of ChatTemplate.render. InvalidRequest where it refuses."""
+        """Returns the outline of a prompt. ``options`` are those of ChatTemplate.render.
+
+        Raises InvalidRequest if the template refuses the messages.
+        """
 
         def render(messages: list[Message]) -> str:
             return self._template.render(messages, tools=tools, kwargs=kwargs, **options)
@@ -148,7 +158,7 @@ class OutlineBuilder:
         return outline
 
     def _is_true(self, outline: PromptOutline, rendered: Callable[[], str], texts: Texts) -> bool:
-        """Whether the marks made no difference; true unasked for most of those after the first few."""
+        """Whether the outline gives the true rendering. After the first few, most are assumed to without a check."""
         self._misses += 1
         if self._misses > ALWAYS_COMPARED and self._misses & (self._misses - 1):
             return True
@@ -156,9 +166,9 @@ class OutlineBuilder:
         return "".join(known[owner][1] if own is None else own for owner, own in outline.parts) == rendered()
 
     def _marked(self, messages: list[Message], first: int) -> list[Message]:
-        """The messages with marks for the texts that the template passes on as they are; the rest is left.
+        """Returns the messages with placeholders for the texts that the template copies unchanged.
 
-        Marks count the texts as ``texts_of`` yields them, from ``first`` on.
+        Placeholders are numbered from ``first`` in the order of ``texts_of``.
         """
         number = first
         ready = []
@@ -197,12 +207,12 @@ def _key(*values: Any) -> bytes:
 
 
 def split_rendering(text: str, texts: Sequence[tuple[str, str]], *, marked: bool = False) -> PromptOutline:
-    """A rendering cut at the texts (kind, text) that stand in it as they are, and, if it is ``marked``, at marks."""
+    """Splits a rendering at the ``texts`` (kind, text) that occur in it and, if ``marked``, at placeholders."""
     found: list[tuple[int, int, int, bool]] = []
     marks: dict[int, int] = {}
     for match in _MARKED.finditer(text) if marked else ():
         if int(match[1]) >= len(texts):
-            continue  # a body with these characters in it
+            continue  # the request itself contains these characters
         marks.setdefault(int(match[1]), match.end())
         found.append((match.start(), match.end(), int(match[1]), True))
     cursor = 0
@@ -235,7 +245,7 @@ def _cut(text: str, found: list[tuple[int, int, int, bool]]) -> Iterator[tuple[i
 
 
 def _shown(kind: str, text: str) -> Iterator[str]:
-    """How a text may stand in the prompt, the likeliest first."""
+    """Yields the forms in which a text may occur in the prompt, the likeliest first."""
     if kind == "tool":
         yield text
         tool = json.loads(text)
@@ -255,7 +265,7 @@ def _shown(kind: str, text: str) -> Iterator[str]:
 
 
 def _probe(template: ChatTemplate) -> tuple[bool, bool]:
-    """Whether names and arguments of tool calls may be marks, and whether the ids of calls show in the prompt."""
+    """Whether names and arguments of tool calls may be placeholders, and whether call ids occur in the prompt."""
     name, mark, called = _MARK.format(0), _MARK.format(1), "probe1234"
     call = {"id": called, "type": "function", "function": {"name": name, "arguments": mark}}
     messages: list[Message] = [
@@ -276,7 +286,7 @@ def _probe(template: ChatTemplate) -> tuple[bool, bool]:
 
 
 def _keeps_spaces(template: ChatTemplate) -> bool:
-    """Whether spaces and line breaks around a text come through, in every role."""
+    """Whether the template keeps spaces and line breaks around a text, in every role."""
     texts = [f"\n {role} \n" for role in ("system", "user", "assistant", "user")]
     messages = [{"role": text.strip(), "content": text} for text in texts]
     try:

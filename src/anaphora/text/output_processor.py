@@ -1,4 +1,4 @@
-"""From the engine's updates to the answer: text, log-probabilities and finish reasons of one request."""
+"""Turns the engine's updates of one request into its output: text, log-probabilities and finish reasons."""
 
 from __future__ import annotations
 
@@ -10,14 +10,15 @@ from anaphora.types.outputs import CompletionOutput, FinishReason, PromptDone, R
 from anaphora.types.request import Request
 
 
-@dataclass(slots=True)  # one a token: freezing it would triple what making it costs
+@dataclass(slots=True)  # created once per token; a frozen dataclass takes three times as long to create
 class ChoiceDelta:
-    """What one update added to one choice; text is append-only whole characters and may lag behind the tokens.
+    """What one update adds to one choice.
 
-    ``logprobs`` has one entry a token where the request asked for them. ``finish_reason`` ("stop", "length", "abort"
-    or "error") comes once, with the last delta of the choice; ``stop_reason`` is then the stop string or the stop
-    token's id that ended it, or the message of an error. ``stopped_by_string`` is true once, when a stop string ended
-    the choice: the engine does not know of it yet, so the caller must end the choice there.
+    ``text`` consists of whole characters and may lag behind the tokens. ``logprobs`` has one entry per token if the
+    request asked for them. ``finish_reason`` ("stop", "length", "abort" or "error") is set in the last delta of the
+    choice only; ``stop_reason`` is then the stop string or stop token id that ended it, or an error message.
+    ``stopped_by_string`` is set if a stop string ended the choice: the engine does not check stop strings, so the
+    caller must abort the choice there.
     """
 
     index: int
@@ -30,12 +31,12 @@ class ChoiceDelta:
 
 
 class OutputProcessor:
-    """Assembles the answer to one request from its SequenceUpdates, in the order in which they come.
+    """Builds the output of one request from its SequenceUpdates, which must come in order.
 
-    Used for streaming (the deltas) and for whole answers (``output``). A stop or end token counts among the tokens of
-    its choice, as in vLLM, but its text is left out unless ``include_stop_str_in_output``. Tokens past a stop string
-    are in neither text, tokens nor log-probabilities; an update for a choice that has already finished (a step was on
-    its way) gives an empty delta.
+    ``update`` returns deltas for streaming, ``output`` the whole answer so far. As in vLLM, a stop or end token counts
+    as a token of its choice, but its text is left out unless ``include_stop_str_in_output`` is set. Tokens after a stop
+    string are dropped from text, tokens and log-probabilities. An update for a finished choice (its step was already
+    running) gives an empty delta.
     """
 
     def __init__(
@@ -45,7 +46,7 @@ class OutputProcessor:
         self.request = request
         self.prompt_text = prompt_text
         self.prompt_done: PromptDone | None = None
-        """The cache report, prompt times and prompt log-probabilities; there from the first token on."""
+        """The cache report, prompt times and prompt log-probabilities; None before the first token."""
         self._detokenizers = [
             Detokenizer(tokenizer, sampling, prompt_token_ids=request.prompt_token_ids) for _ in range(sampling.n)
         ]
@@ -66,11 +67,11 @@ class OutputProcessor:
 
     @property
     def num_generated(self) -> int:
-        """Tokens of all choices so far: the completion tokens of ``usage``."""
+        """Returns the number of generated tokens of all choices: ``completion_tokens`` of ``usage``."""
         return sum(len(choice.token_ids) for choice in self._choices)
 
     def update(self, update: SequenceUpdate) -> ChoiceDelta:
-        """Take in what one step did for one choice; returns what it added."""
+        """Adds the result of one step to one choice and returns the delta."""
         if update.prompt is not None:
             self.prompt_done = update.prompt
         choice = self._choices[update.choice]
@@ -106,7 +107,7 @@ class OutputProcessor:
         )
 
     def output(self) -> RequestOutput:
-        """The answer as far as it has come; ``finished`` says whether it is complete."""
+        """Returns the output so far; its ``finished`` says whether it is complete."""
         for choice, detokenizer in zip(self._choices, self._detokenizers, strict=True):
             choice.text = detokenizer.text
         done = self.prompt_done

@@ -1,8 +1,8 @@
 """The process that renders chat templates: ``python -m anaphora.text.render_process SECONDS``.
 
-Each line of standard input is a JSON object ``{source, variables, now}``; each line of standard output answers one with
-``{text}`` or ``{error, syntax, refused}``. Jinja is set up as transformers does it. ``now`` is the ISO time that the
-template is told, null for the real one.
+Reads one JSON object ``{source, variables, now}`` per line and writes ``{text}`` or ``{error, syntax, refused}`` for
+each. Jinja is configured as in transformers. ``now`` is the ISO time that ``strftime_now`` uses; null means the real
+time. SECONDS is the CPU time that one rendering may take.
 """
 
 from __future__ import annotations
@@ -19,16 +19,17 @@ import jinja2.ext
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 MEMORY_BYTES = 2**30
-"""Address space of the process."""
+"""Limit of the process's address space."""
 OUTPUT_CHARACTERS = 2**24
+"""Limit of the rendered text."""
 
 
 class _Refused(jinja2.TemplateError):
-    """The template's own ``raise_exception``."""
+    """Raised by the template itself with ``raise_exception``."""
 
 
 class _GenerationTag(jinja2.ext.Extension):
-    """``{% generation %}`` marks what the assistant wrote, for training; here it is just its content."""
+    """Renders the content of ``{% generation %}``, which marks assistant text for training."""
 
     tags = {"generation"}  # noqa: RUF012
 
@@ -38,7 +39,7 @@ class _GenerationTag(jinja2.ext.Extension):
 
 
 class _Namespace(jinja2.utils.Namespace):
-    """``namespace()`` without names that begin with an underscore, which lead to Python's internals."""
+    """Jinja's ``namespace()`` that refuses names with a leading underscore: they would expose Python's internals."""
 
     def __init__(*args: Any, **kwargs: Any) -> None:
         for name in dict(*args[1:], **kwargs):
@@ -60,7 +61,7 @@ def _raise_exception(message: str) -> None:
 
 
 class _Clock:
-    """What the template that is being rendered sees as the present."""
+    """The current time as seen by the template that is being rendered."""
 
     now: datetime | None = None
 
@@ -76,7 +77,7 @@ def _tojson(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Jinja's own would escape ``<``, ``>``, ``&`` and ``'`` for HTML."""
+    """Replaces Jinja's ``tojson``, which escapes ``<``, ``>``, ``&`` and ``'`` for HTML."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
@@ -118,12 +119,12 @@ def _answer(source: str, variables: dict[str, Any], now: str | None) -> dict[str
         return {"error": f"it takes more than {MEMORY_BYTES >> 20} MiB of memory"}
     except RecursionError:
         return {"error": "it is nested too deeply"}
-    except Exception as error:  # whatever the template's own expressions raise
+    except Exception as error:  # the template's expressions may raise anything
         return {"error": f"{type(error).__name__}: {error}"[:1000]}
 
 
 def _limit_resources() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides when to end
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends this process
     try:
         import resource
     except ImportError:  # not on Windows
@@ -134,7 +135,7 @@ def _limit_resources() -> None:
 
 def _serve(seconds: float) -> None:
     _limit_resources()
-    # The signal's default action ends the process, also in the middle of a long call of C code.
+    # The default action of the signal ends the process, even during a long call of C code.
     timer = functools.partial(signal.setitimer, signal.ITIMER_PROF) if hasattr(signal, "setitimer") else lambda _: None
     for line in sys.stdin.buffer:
         timer(seconds)

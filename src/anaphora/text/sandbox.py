@@ -1,9 +1,9 @@
-"""Chat templates rendered in a process of their own, with bounded time, memory and output.
+"""Renders chat templates in a separate process with limited time, memory and output.
 
-A template is a program that comes with a model file. Jinja's sandbox keeps it from the machine, but not from looping or
-growing without end: ``'x' * 10**10``, loops in loops, a list that holds itself twice, thirty times over. So it runs
-where the operating system can stop it, also within one long call of C code. The process starts with the first
-rendering, serves all templates, one at a time, and ends with its parent.
+A template is a program that comes with a model file. Jinja's sandbox keeps it away from the machine, but does not limit
+time and memory: ``'x' * 10**10``, nested loops, a list that doubles thirty times. In a separate process the operating
+system can stop it, even during a long call of C code. The process starts with the first rendering, renders one template
+at a time, and ends with its parent.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from datetime import datetime
 from typing import Any
 
 CPU_SECONDS = 2.0
-"""The most that one rendering may take. CPU time, so that a busy machine fails nobody."""
+"""Limit for one rendering. CPU time, so that a busy machine does not fail requests."""
 
 STUCK_SECONDS = 60.0
-"""Who has waited so long for others takes the process for one that was stopped, and starts another."""
+"""A caller that waits this long for its turn assumes that the process hangs, and replaces it."""
 
 
 class RenderError(Exception):
-    """The rendering failed; the message says why. ``refused`` is set where the template itself raised it."""
+    """The rendering failed; the message says why. ``refused``: the template itself raised the error."""
 
     def __init__(self, message: str, *, refused: bool = False) -> None:
         super().__init__(message)
@@ -38,7 +38,10 @@ class TemplateSyntaxError(RenderError):
 
 
 class Sandbox:
-    """The rendering process as its parent sees it. Safe to use from several threads."""
+    """Starts and uses the rendering process. Safe to use from several threads.
+
+    ``cpu_seconds`` limits one rendering, ``stuck_seconds`` the wait for other threads' renderings.
+    """
 
     def __init__(self, cpu_seconds: float = CPU_SECONDS, stuck_seconds: float = STUCK_SECONDS) -> None:
         self._cpu_seconds = cpu_seconds
@@ -47,12 +50,12 @@ class Sandbox:
         self._process: subprocess.Popen[bytes] | None = None
 
     def render(self, source: str, variables: dict[str, Any], now: datetime | None = None) -> str:
-        """Render a template, at ``now`` where it asks for the time.
+        """Renders a template; ``now`` replaces the current time.
 
-        RenderError says why it cannot be; TypeError that the variables are no JSON values.
+        Raises RenderError if it fails, TypeError if the variables are not JSON values.
         """
-        told = None if now is None else now.isoformat()
-        line = json.dumps({"source": source, "variables": variables, "now": told}).encode() + b"\n"
+        time = None if now is None else now.isoformat()
+        line = json.dumps({"source": source, "variables": variables, "now": time}).encode() + b"\n"
         if not self._lock.acquire(timeout=self._stuck_seconds):
             self.kill()
             self._lock.acquire()
@@ -67,13 +70,13 @@ class Sandbox:
         raise RenderError(answer["error"], refused=bool(answer.get("refused")))
 
     def kill(self) -> None:
-        """End the process, also where another thread waits for it: that thread gets a RenderError."""
+        """Kills the process, even while another thread waits for it: that thread gets a RenderError."""
         if (process := self._process) is not None:
             process.kill()
             process.wait()
 
     def close(self) -> None:
-        """End the process; a later rendering starts another."""
+        """Ends the process; the next rendering starts a new one."""
         process, self._process = self._process, None
         if process is not None:
             process.kill()
@@ -82,7 +85,7 @@ class Sandbox:
     def _exchange(self, line: bytes) -> bytes:
         if self._process is None or self._process.poll() is not None:
             self.close()
-            # -P: a file named like a library in the caller's working directory must not be imported.
+            # -P: do not import files of the working directory that are named like a library.
             command = [sys.executable, "-P", "-m", "anaphora.text.render_process", str(self._cpu_seconds)]
             self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         process = self._process
@@ -94,7 +97,7 @@ class Sandbox:
             answer = process.stdout.readline()
         except BrokenPipeError:
             answer = b""
-        except BaseException:  # interrupted: the answer must not be taken for the next one's
+        except BaseException:  # interrupted: the next call must not read this answer
             self.close()
             raise
         if answer.endswith(b"\n"):
@@ -108,7 +111,7 @@ class Sandbox:
 
 @functools.cache
 def shared() -> Sandbox:
-    """The one rendering process of this program."""
+    """Returns the rendering process that the whole program shares."""
     sandbox = Sandbox()
     atexit.register(sandbox.close)
     return sandbox

@@ -1,9 +1,8 @@
-"""What each token of a vocabulary stands for, as bytes.
+"""Maps token ids to bytes.
 
-A text is the concatenation of its tokens' bytes, read as UTF-8. That holds for byte-level vocabularies (GPT-2,
-Llama 3, Qwen), for sentencepiece ones with byte fallback (Llama 2, Gemma) and for word pieces; only a space at the
-very beginning of a text is dropped by some. So text can be put together a token at a time, and log-probabilities can
-show the bytes.
+Text is the concatenation of its tokens' bytes, decoded as UTF-8. This holds for byte-level vocabularies (GPT-2,
+Llama 3, Qwen), for sentencepiece with byte fallback (Llama 2, Gemma) and for WordPiece; some decoders also drop a space
+at the very beginning of a text. So text can be decoded token by token, and log-probabilities can show bytes.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 class TokenBytes:
-    """Token ids to bytes, read from the decoder that tokenizer.json names."""
+    """Maps token ids to bytes by the steps of the decoder in tokenizer.json. Raises ModelError for a CTC decoder."""
 
     def __init__(self, backend: tokenizers.Tokenizer) -> None:
         self._backend = backend
@@ -29,10 +28,10 @@ class TokenBytes:
         self._steps = _flat(json.loads(backend.decoder.__getstate__()) if backend.decoder else None)
         self._known: dict[int, bytes] = {}
         self.strips_leading_space = any(map(_strips, self._steps))
-        """Whether a text that begins with a space has lost it."""
+        """Whether decoding drops a space at the beginning of a text."""
 
     def bytes_of(self, token_id: int) -> bytes:
-        """The bytes of one token; empty for an id beyond the vocabulary."""
+        """Returns the bytes of one token; empty for an id outside the vocabulary."""
         known = self._known.get(token_id)
         if known is None:
             known = self._known[token_id] = self._compute(token_id)
@@ -55,7 +54,7 @@ class TokenBytes:
 
 
 def _flat(decoder: dict[str, Any] | None) -> list[dict[str, Any]]:
-    """The decoder's steps in order; without a decoder the library joins tokens by spaces."""
+    """Returns the decoder's steps in order. Without a decoder, tokens are joined by spaces, as the library does."""
     if decoder is None:
         return [{"type": "Words"}]
     if decoder["type"] == "Sequence":
@@ -91,7 +90,7 @@ def _rewritten(piece: str, step: dict[str, Any]) -> str:
 
 @functools.cache
 def _byte_level() -> dict[str, int]:
-    """GPT-2's characters for bytes: printable Latin-1 stands for itself, the others follow from U+0100 on."""
+    """Returns GPT-2's map from characters to bytes: printable Latin-1 is itself, the rest starts at U+0100."""
     plain = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = sorted(set(range(256)) - set(plain))
     return {chr(byte): byte for byte in plain} | {chr(256 + index): byte for index, byte in enumerate(others)}

@@ -1,4 +1,4 @@
-"""Text to token ids and back, by the ``tokenizers`` library: no transformers and no torch."""
+"""Encodes and decodes text with the ``tokenizers`` library; needs neither transformers nor torch."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ _SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token
 
 
 class Tokenizer:
-    """A model's tokenizer: tokenizer.json with what tokenizer_config.json adds. Safe to use from several threads.
+    """A model's tokenizer: tokenizer.json and the settings of tokenizer_config.json. Safe to use from several threads.
 
-    ``special_tokens`` maps names such as ``bos_token`` to their text, ``identity`` changes with anything that decides
-    which ids a text gets. ``chat_template`` is None where the model has none that works.
+    ``special_tokens`` maps names such as ``bos_token`` to their text. ``identity`` is a digest of everything that
+    determines the ids of a text. ``chat_template`` is None if the model has none or it does not compile.
     """
 
     def __init__(self, serialized: bytes, config: dict[str, Any]) -> None:
@@ -50,7 +50,7 @@ class Tokenizer:
 
     @classmethod
     def load(cls, folder: str | Path) -> Tokenizer:
-        """Read a model folder. ModelError where tokenizer.json is absent or broken."""
+        """Loads the tokenizer of a model folder. Raises ModelError if tokenizer.json is missing or invalid."""
         folder = Path(folder)
         path = folder / "tokenizer.json"
         if not path.is_file():
@@ -73,13 +73,13 @@ class Tokenizer:
         return tokenizer
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of ``text``. A text that already begins with the BOS token gets no second one.
+        """Returns the token ids of ``text``. Does not add BOS if the text already begins with it.
 
         So a rendered chat whose template writes BOS has the same ids with ``add_special_tokens`` on and off.
         Raises InvalidRequest for text that is not valid Unicode (a lone surrogate).
         """
         try:
-            # Not ``encode``: that one holds the interpreter lock for as long as the text is.
+            # Not ``encode``, which holds the GIL while it works.
             (encoded,) = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         except (UnicodeEncodeError, TypeError) as error:
             raise InvalidRequest("the prompt is not valid Unicode text: it holds a lone surrogate") from error
@@ -93,7 +93,7 @@ class Tokenizer:
         return ids
 
     def decode(self, ids: Iterable[int], skip_special_tokens: bool = True) -> str:
-        """Text of token ids; bytes that are no UTF-8 become U+FFFD, ids beyond the vocabulary nothing."""
+        """Returns the text of token ids. Invalid UTF-8 becomes U+FFFD; ids outside the vocabulary are skipped."""
         skipped = self.special_ids if skip_special_tokens else frozenset()
         raw = b"".join(self._token_bytes.bytes_of(token_id) for token_id in ids if token_id not in skipped)
         text = raw.decode("utf-8", errors="replace")
@@ -101,27 +101,27 @@ class Tokenizer:
 
     @property
     def strips_leading_space(self) -> bool:
-        """Whether a space at the very beginning of a text is the vocabulary's own and not part of the text."""
+        """Whether decoding drops a space at the very beginning of a text."""
         return self._token_bytes.strips_leading_space
 
     def token_bytes(self, token_id: int) -> bytes:
-        """The bytes that the token stands for inside a text; empty for an id beyond the vocabulary."""
+        """Returns the bytes of a token inside a text; empty for an id outside the vocabulary."""
         return self._token_bytes.bytes_of(token_id)
 
     def token_text(self, token_id: int) -> str:
-        """The text of one token as log-probabilities show it: its bytes as UTF-8, invalid ones as U+FFFD."""
+        """Returns the text of a token as log-probabilities show it: UTF-8, with U+FFFD for invalid bytes."""
         return self.token_bytes(token_id).decode("utf-8", errors="replace")
 
 
 def _content(entry: Any) -> str | None:
-    """A special token as the configurations write it: text, or an object with ``content``."""
+    """Returns the text of a special token, which config files store as text or as an object with ``content``."""
     if isinstance(entry, dict):
         entry = entry.get("content")
     return entry if isinstance(entry, str) else None
 
 
 def _template_source(folder: Path, config: dict[str, Any]) -> str | None:
-    """chat_template.jinja, else chat_template.json, else the config's entry (of a named list: ``default``)."""
+    """Returns chat_template.jinja, else chat_template.json, else the config's entry (of a list: ``default``)."""
     path = folder / "chat_template.jinja"
     if path.is_file():
         return path.read_text(encoding="utf-8")
@@ -137,13 +137,13 @@ def _template(source: str, special_tokens: dict[str, str], folder: Path) -> Chat
     try:
         return ChatTemplate(source, special_tokens)
     except ModelError as error:
-        # Completions do not need it, so the model is still of use.
+        # Completions do not need a template, so the model can still be served.
         logger.warning("the chat template of %s cannot be used: %s", folder, error.message)
         return None
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """A JSON object from one of a model's files; ModelError where it is none."""
+    """Reads a JSON object from a model's file. Raises ModelError if it is not one."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
