@@ -1,4 +1,4 @@
-"""Why a lookup found no more: against a model that remembers everything, and against really running other sizes."""
+"""Explanations of lookups, checked against a memory of everything computed and against caches of other sizes."""
 
 from __future__ import annotations
 
@@ -15,22 +15,15 @@ from anaphora.cache.ghosts import Evicted
 from anaphora.cache.hashing import BlockHash
 from anaphora.errors import CacheInvariantError
 from anaphora.types.reports import CacheReport, Reason
-from tests.support.cache import OTHER, ROOT, Cache, Clock, Found
+from tests.support.cache import OTHER, ROOT, Cache, Clock, Found, common_prefix
 
 BLOCK = 4
 ROOTS = (ROOT, OTHER)
 
 
-def common(a: list[int], b: list[int]) -> int:
-    same = 0
-    while same < min(len(a), len(b)) and a[same] == b[same]:
-        same += 1
-    return same
-
-
 @st.composite
 def prompts(draw: st.DrawFn) -> list[int]:
-    """Prompts that share beginnings: two stems, cut anywhere, with a tail of few different tokens."""
+    """Prompts that share prefixes: one of two stems, cut anywhere, and a tail of few different tokens."""
     stem = draw(st.sampled_from([range(100, 120), range(200, 220)]))
     return [*stem[: draw(st.integers(0, 20))], *draw(st.lists(st.integers(1, 3), min_size=1, max_size=7))]
 
@@ -40,7 +33,7 @@ traffic = st.lists(st.tuples(prompts(), st.sampled_from([0, 0, 1])), min_size=2,
 
 @dataclass
 class Remembered:
-    """All that was ever computed, and every eviction of a full block: (hash, time, key, root)."""
+    """Everything that was ever computed, and every eviction of a full block: hash to (time, request id, root)."""
 
     sequences: list[tuple[str, list[int], BlockHash]] = field(default_factory=list)
     evictions: dict[BlockHash, tuple[float, str, BlockHash]] = field(default_factory=dict)
@@ -50,19 +43,19 @@ class Remembered:
 
 
 class Watched(Cache):
-    """Notes evictions on its own, from what the pool hands over."""
+    """A cache that keeps its own record of evictions, taken from the pool."""
 
     def __init__(self, blocks: int, clock: Clock) -> None:
         super().__init__(blocks, BLOCK, clock=clock)
         self.memory = Remembered()
         self.now = clock
         self.user: tuple[str, BlockHash] = ("", ROOT)
-        told = self.pool._on_evict
+        on_evict = self.pool._on_evict
 
         def note(block):  # type: ignore[no-untyped-def]
             if block.hash:
                 self.memory.evictions[block.hash] = (self.now.now, *self.user)
-            told(block)
+            on_evict(block)
 
         self.pool._on_evict = note
 
@@ -77,9 +70,9 @@ class Watched(Cache):
 
 
 def check_report(cache: Watched, ids: list[int], root: BlockHash, report: CacheReport) -> None:
-    """What the report claims is so; and what must be claimed is."""
+    """Assert that everything the report says is true, and that nothing is left out."""
     known = cache.memory.of(root)
-    longest = max((common(seq, ids) for _, seq in known), default=0)
+    longest = max((common_prefix(seq, ids) for _, seq in known), default=0)
     position, last = report.position, len(ids) - 1
     assert position <= longest
     assert report.cached_tokens == min(position, last)
@@ -103,7 +96,7 @@ def check_report(cache: Watched, ids: list[int], root: BlockHash, report: CacheR
         theirs = dict(known)[report.neighbour.request_id]
         shown = list(report.neighbour.token_ids)
         assert position
-        assert common(theirs, ids) == position
+        assert common_prefix(theirs, ids) == position
         assert shown
         assert theirs[position : position + len(shown)] == shown
         assert report.neighbour.seconds_ago == cache.now.now - 1 - int(report.neighbour.request_id[1:])
@@ -130,8 +123,8 @@ def test_without_evictions_the_reason_follows_from_what_was_computed(requests: l
     for ids, tenant in requests:
         root = ROOTS[tenant]
         known = [seq for _, seq in cache.memory.of(root)]
-        longest = max((common(seq, ids) for seq in known), default=0)
-        goes_on = any(common(seq, ids) == longest < len(seq) for seq in known)
+        longest = max((common_prefix(seq, ids) for seq in known), default=0)
+        goes_on = any(common_prefix(seq, ids) == longest < len(seq) for seq in known)
         report = cache.serve(ids, root).report
         assert report.position == longest
         if longest >= len(ids) - 1:
@@ -144,8 +137,8 @@ def test_without_evictions_the_reason_follows_from_what_was_computed(requests: l
 
 @settings(max_examples=60)
 @given(requests=traffic, asked=prompts(), blocks=st.integers(10, 40))
-def test_to_ask_changes_nothing(requests: list[tuple[list[int], int]], asked: list[int], blocks: int) -> None:
-    """The same traffic with and without questions in between evicts and finds the same."""
+def test_asking_changes_nothing(requests: list[tuple[list[int], int]], asked: list[int], blocks: int) -> None:
+    """The same traffic with and without questions in between evicts and matches the same."""
     asking, silent = Watched(blocks, Clock()), Watched(blocks, Clock())
     for ids, tenant in requests:
         asking.ask(asked, ROOTS[tenant])
@@ -155,7 +148,7 @@ def test_to_ask_changes_nothing(requests: list[tuple[list[int], int]], asked: li
     assert asking.memory == silent.memory
 
 
-def test_more_is_no_more_than_needed() -> None:
+def test_the_size_named_is_the_smallest_that_helps() -> None:
     """Ten prompts of four blocks in turn through a cache of 24: the first needs 16 blocks more, and not one less."""
 
     def after(blocks: int) -> CacheReport:
@@ -171,7 +164,7 @@ def test_more_is_no_more_than_needed() -> None:
     assert after(24 + 15).position < 16
 
 
-def test_an_unfilled_block_that_went_is_not_taken_for_cold() -> None:
+def test_an_evicted_unfilled_block_is_not_reported_as_cold() -> None:
     cache = Watched(4, Clock())
     cache.serve([1, 2, 3], ROOT)
     cache.serve([*range(50, 61)], ROOT)
@@ -182,7 +175,7 @@ def test_an_unfilled_block_that_went_is_not_taken_for_cold() -> None:
     assert cache.ask([1, 2, 3, 4], OTHER).reason == Reason.COLD
 
 
-def test_what_is_being_computed_is_in_flight() -> None:
+def test_a_block_being_computed_is_in_flight() -> None:
     cache = Watched(30, Clock())
     ids = [*range(12)]
     table = cache.table("owner", ids, ROOT)
@@ -193,7 +186,7 @@ def test_what_is_being_computed_is_in_flight() -> None:
     assert cache.ask(ids).reason == Reason.COLD
 
 
-def test_no_room_for_a_copy_is_said() -> None:
+def test_the_report_says_that_there_was_no_room_for_a_copy() -> None:
     cache = Watched(5, Clock())
     cache.run("a", [*range(12)])
     table = cache.table("b", [*range(10), 77, 78], ROOT)
@@ -218,7 +211,7 @@ def test_a_bypass_names_its_feature() -> None:
     assert cache.at_sizes(table, cache.match(table), 12) is None
 
 
-def test_isolation_is_known_to_the_operator_alone() -> None:
+def test_only_the_operator_learns_of_isolation() -> None:
     cache = Watched(30, Clock())
     ids = [*range(12)]
     assert not cache.is_isolated(cache.table("x", ids, ROOT))
@@ -231,7 +224,7 @@ def test_isolation_is_known_to_the_operator_alone() -> None:
     assert not cache.is_isolated(cache.table("x", ids, OTHER))
 
 
-def test_memory_of_what_was_evicted_is_bounded() -> None:
+def test_the_memory_of_evicted_blocks_is_bounded() -> None:
     cache = Watched(9, Clock())
     for number in range(200):
         cache.serve([number, 1, 2, 3, number, 5, 6, 7, 8], ROOT)
@@ -242,7 +235,7 @@ def test_memory_of_what_was_evicted_is_bounded() -> None:
 
 
 @pytest.mark.parametrize("fault", ["cached", "counted"])
-def test_the_check_looks_at_ghosts_too(fault: str) -> None:
+def test_the_check_covers_ghosts(fault: str) -> None:
     cache = Watched(9, Clock())
     for number in range(20):
         cache.serve([number, 1, 2, 3, number, 5, 6, 7, 8], ROOT)
@@ -260,7 +253,7 @@ TOLERANCE = 0.01
 
 
 def conversations(seed: int, requests: int = 500) -> Iterator[tuple[list[int], list[int]]]:
-    """(prompt, answer) of users who come back, some far more often than others, under one of six system prompts."""
+    """Yield (prompt, answer) of users who come back, some far more often than others, with six system prompts."""
     chance = random.Random(seed)
     systems = [[chance.randrange(5000) for _ in range(chance.randrange(50, 400))] for _ in range(6)]
     history: dict[int, list[int]] = {}
@@ -275,7 +268,7 @@ def conversations(seed: int, requests: int = 500) -> Iterator[tuple[list[int], l
 
 
 def serve_all(blocks: int, seed: int) -> tuple[float, AtSizes]:
-    """The hit rate in tokens of a cache of this size, and what it says of the others, in tokens."""
+    """Return the hit rate of a cache of this size in tokens, and its estimates for other sizes per million tokens."""
     cache = Cache(blocks + 1, 16)
     asked = found = 0
     sizes = [0, 0, 0]
@@ -290,17 +283,17 @@ def serve_all(blocks: int, seed: int) -> tuple[float, AtSizes]:
 
 
 @pytest.mark.parametrize("seed", [1, 2])
-def test_the_curve_is_what_caches_of_these_sizes_reach(seed: int) -> None:
-    """Within one point of a hundred of the rates of the same trace in caches of half, twice and four times the size."""
+def test_estimates_for_other_sizes_agree_with_caches_of_these_sizes(seed: int) -> None:
+    """Within one percentage point, for half, twice and four times the size."""
     rate, at = serve_all(400, seed)
-    for factor, told in ((0.5, at.half), (2, at.twice), (4, at.four_times)):
+    for factor, estimate in ((0.5, at.half), (2, at.twice), (4, at.four_times)):
         real, _ = serve_all(int(400 * factor), seed)
-        assert told / 1e6 == pytest.approx(real, abs=TOLERANCE), factor
+        assert estimate / 1e6 == pytest.approx(real, abs=TOLERANCE), factor
         assert (real > rate) == (factor > 1)
 
 
-def test_a_cache_larger_by_what_is_named_would_have_kept_what_was_evicted() -> None:
-    """And one larger by a half of it would not; but for the few blocks that hold unfilled ends."""
+def test_a_cache_larger_by_the_size_named_would_have_kept_the_evicted_blocks() -> None:
+    """And one larger by half of it would not. Two per cent are added for the blocks that hold unfilled tails."""
     trace = list(conversations(3, 250))
     cache = Cache(301, 16)
     evictions = []

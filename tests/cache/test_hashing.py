@@ -1,3 +1,5 @@
+"""Packed tokens and chained block hashes."""
+
 from __future__ import annotations
 
 from hypothesis import given

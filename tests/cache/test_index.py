@@ -1,3 +1,5 @@
+"""The prefix index: matches, neighbours, tails."""
+
 from __future__ import annotations
 
 from hypothesis import given
@@ -6,21 +8,15 @@ from hypothesis import strategies as st
 from anaphora.cache.block import Block
 from anaphora.cache.hashing import BlockHash, extend_chain, pack, root_hash, unpack
 from anaphora.cache.index import PrefixIndex, common_tokens
+from tests.support.cache import common_prefix
 
 ROOT = root_hash("m")
 short = st.lists(st.integers(1, 3), max_size=14)
 
 
-def common(a: list[int], b: list[int]) -> int:
-    same = 0
-    while same < min(len(a), len(b)) and a[same] == b[same]:
-        same += 1
-    return same
-
-
 @given(short, short)
 def test_common_tokens_counts_whole_tokens(a: list[int], b: list[int]) -> None:
-    assert common_tokens(pack(a), pack(b)) == common(a, b)
+    assert common_tokens(pack(a), pack(b)) == common_prefix(a, b)
 
 
 def chain_of(ids: list[int], size: int) -> list[BlockHash]:
@@ -48,7 +44,7 @@ def insert(index: PrefixIndex, ids: list[int], blocks: list[Block]) -> None:
 
 
 @given(st.lists(short, max_size=10), short, st.integers(1, 5))
-def test_a_match_is_the_longest_common_beginning_with_anything_indexed(
+def test_a_match_is_the_longest_prefix_in_common_with_anything_indexed(
     stored: list[list[int]], wanted: list[int], size: int
 ) -> None:
     index = PrefixIndex(size)
@@ -56,12 +52,12 @@ def test_a_match_is_the_longest_common_beginning_with_anything_indexed(
     for ids in stored:
         insert(index, ids, blocks)
     match = index.match(ROOT, chain_of(wanted, size), pack(wanted))
-    assert match.tokens == max((common(ids, wanted) for ids in stored), default=0)
+    assert match.tokens == max((common_prefix(ids, wanted) for ids in stored), default=0)
     assert len(match.blocks) == match.tokens // size or match.tail is not None
 
 
 @given(st.lists(short, max_size=10), short, st.integers(1, 5))
-def test_a_neighbour_shares_the_whole_match_and_goes_on_otherwise(
+def test_a_neighbour_shares_the_whole_match_and_continues_differently(
     stored: list[list[int]], wanted: list[int], size: int
 ) -> None:
     index = PrefixIndex(size)
@@ -74,13 +70,15 @@ def test_a_neighbour_shares_the_whole_match_and_goes_on_otherwise(
         return
     at, shared = divmod(match.tokens, size)
     found = index.neighbour(hashes[at - 1] if at else ROOT, pack(wanted[at * size : (at + 1) * size]), shared)
-    others = {tuple(ids[at * size :][: shared + 1]) for ids in stored if common(ids, wanted) == match.tokens < len(ids)}
+    others = {
+        tuple(ids[at * size :][: shared + 1]) for ids in stored if common_prefix(ids, wanted) == match.tokens < len(ids)
+    }
     assert (found is not None) == bool(others)
     if found is not None:
         assert tuple(unpack(found.tokens)[: shared + 1]) in others
 
 
-def test_of_several_neighbours_the_latest_made() -> None:
+def test_of_several_neighbours_the_latest_is_returned() -> None:
     index = PrefixIndex(4)
     blocks: list[Block] = []
     for number in range(100):
@@ -106,8 +104,8 @@ def test_removing_everything_leaves_nothing(stored: list[list[int]], size: int) 
     assert all(block.children == 0 for block in blocks)
 
 
-def test_a_digest_with_other_tokens_is_no_hit() -> None:
-    """As if two contents had one hash: tokens are compared too."""
+def test_a_hash_collision_is_not_a_hit() -> None:
+    """As if two contents had the same hash: the tokens are compared too."""
     index = PrefixIndex(2)
     insert(index, [1, 2, 3, 4], [])
     assert index.match(ROOT, chain_of([1, 2, 3, 4], 2), pack([1, 2, 9, 9])).tokens == 2
@@ -124,7 +122,7 @@ def test_blocks_that_are_not_computed_yet_are_referenced_but_never_copied_from()
     assert index.match(ROOT, [], pack([1, 2, 3])).tail is block
 
 
-def test_a_tail_grows_and_gives_way_to_the_block_that_it_becomes() -> None:
+def test_a_tail_grows_and_is_redundant_once_its_block_is_full() -> None:
     index = PrefixIndex(4)
     tail, full = Block(1), Block(2)
     assert index.add_tail(tail, ROOT, pack([1, 2])) == []
@@ -136,7 +134,7 @@ def test_a_tail_grows_and_gives_way_to_the_block_that_it_becomes() -> None:
     assert index.set_ready(full) == [tail]
 
 
-def test_a_parent_found_again_counts_its_continuations() -> None:
+def test_a_parent_that_is_computed_again_counts_its_continuations() -> None:
     index = PrefixIndex(2)
     blocks: list[Block] = []
     insert(index, [1, 2, 3, 4], blocks)

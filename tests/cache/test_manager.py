@@ -1,3 +1,5 @@
+"""The cache manager, driven as the scheduler does."""
+
 from __future__ import annotations
 
 from collections.abc import Iterator
@@ -13,7 +15,7 @@ from tests.support.cache import OTHER, ROOT, Clock
 
 
 class Cache(support.Cache):
-    """In short: cached tokens of a use, reason and detail of a question."""
+    """Short forms: ``use`` returns the cached tokens of a prompt, ``reason`` the reason and detail of a question."""
 
     def use(self, key: str, ids: list[int], root: BlockHash = ROOT) -> int:
         cached = self.run(key, ids, root).report.cached_tokens
@@ -37,7 +39,7 @@ def cache(clock: Clock) -> Iterator[Cache]:
     cache.check([])
 
 
-def test_a_hit_counts_to_the_token_and_leaves_the_last_one(cache: Cache) -> None:
+def test_a_hit_is_exact_to_the_token_and_at_most_all_but_the_last(cache: Cache) -> None:
     assert cache.use("a", [*range(10)]) == 0
     assert cache.use("b", [*range(10)]) == 9
     assert cache.use("c", [*range(8)]) == 7
@@ -92,7 +94,7 @@ def test_recency_follows_use_so_the_shared_prefix_stays() -> None:
         assert cache.use(f"q{i}", [*system, *range(100 + 4 * i, 104 + 4 * i)]) == 4
 
 
-def test_unfilled_tails_go_before_full_blocks() -> None:
+def test_unfilled_tails_are_evicted_before_full_blocks() -> None:
     """Both chains of full blocks fit, but not with the tails: the two prompts must not evict each other."""
     cache = Cache(6, 4)
     first, second = [*range(9)], [*range(50, 59)]
@@ -103,7 +105,7 @@ def test_unfilled_tails_go_before_full_blocks() -> None:
         assert cache.use(f"2.{turn}", second) == 8
 
 
-def test_leaves_go_before_what_they_continue() -> None:
+def test_leaves_are_evicted_before_their_parents() -> None:
     cache = Cache(10, 4)
     long = [*range(32)]
     cache.use("long", long)
@@ -111,7 +113,7 @@ def test_leaves_go_before_what_they_continue() -> None:
     assert cache.use("long again", long) == 28
 
 
-def test_new_prefixes_are_taken_in_when_the_cache_is_full() -> None:
+def test_new_prefixes_are_cached_when_the_cache_is_full() -> None:
     cache = Cache(9, 4)
     prompts = [[i] * 4 + [1] for i in range(20, 29)]
     for i, prompt in enumerate(prompts):
@@ -146,7 +148,7 @@ def test_reasons(cache: Cache, clock: Clock) -> None:
     assert detail.startswith("evicted 2.5 s ago when request big needed its block; ")
 
 
-def test_another_tenants_growth_is_other_traffic(cache: Cache) -> None:
+def test_an_eviction_for_another_tenant_is_other_traffic(cache: Cache) -> None:
     cache.use("a", [*range(10)])
     cache.use("secret-id", [*range(100, 163)], OTHER)
     reason, detail = cache.reason([*range(10)])
@@ -210,7 +212,7 @@ def test_block_keys_in_place_of_tokens_serve_a_simulation(cache: Cache) -> None:
     assert cache.use("diverged", prompt(7, 9, 8, 10)) == 4
 
 
-def test_hashes_taken_over_from_the_table_before_are_those_of_the_tokens() -> None:
+def test_hashes_copied_from_the_table_before_are_correct() -> None:
     cache = CacheManager(8, 4)
     prompts = [list(range(10)), [*range(7), 99, 98, 97, 96, 95], list(range(10)), [1, *range(9)], list(range(3)), []]
     for prompt in prompts:

@@ -1,4 +1,4 @@
-"""Pins: what is kept of a beginning, whoever computes it and whatever happens to its blocks."""
+"""Pins: prefixes are kept, whichever request computes them and whatever happens to their blocks."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ def pinned(cache: Cache, ids: list[int], root=ROOT, reserved: int = 0) -> Pin:
 
 
 def flood(cache: Cache, first: int = 100) -> None:
-    """Other prompts, until nothing of what was idle is left."""
+    """Run other prompts until all idle blocks have been evicted."""
     for i in range(6):
         cache.use(f"x{first + i}", [*range(100 * (first + i), 100 * (first + i) + 15)])
 
 
-def test_a_pinned_beginning_is_never_evicted_to_the_token() -> None:
+def test_a_pinned_prefix_is_never_evicted() -> None:
     cache = Cache(9, 4)
     cache.use("s", SYSTEM)
     pin = pinned(cache, SYSTEM)
@@ -42,7 +42,7 @@ def test_a_pinned_beginning_is_never_evicted_to_the_token() -> None:
     cache.check([])
 
 
-def test_what_is_pinned_before_it_is_computed_is_kept_by_whoever_computes_it() -> None:
+def test_a_prefix_pinned_before_it_is_computed_is_kept_once_a_request_computes_it() -> None:
     cache = Cache(9, 4)
     pin = pinned(cache, SYSTEM)
     assert cache.pins.kept_tokens(pin) == cache.pinned_blocks == 0
@@ -87,7 +87,7 @@ def test_a_pin_of_one_salt_keeps_nothing_of_another() -> None:
     assert cache.pins.kept_tokens(theirs) == 0
 
 
-def test_more_than_leaves_room_for_requests_is_refused_with_the_numbers() -> None:
+def test_pins_that_leave_too_little_room_are_refused_with_the_numbers() -> None:
     cache = Cache(9, 4)
     pinned(cache, SYSTEM, reserved=4)
     with pytest.raises(InvalidRequest, match=r"3 of the cache's 8 blocks .* 2 more, and 4 must stay .* most 4 may be"):
@@ -111,10 +111,10 @@ def test_a_reset_empties_pins_and_they_fill_again() -> None:
     cache.check([])
 
 
-def test_a_failed_step_takes_its_blocks_from_a_pin_and_the_next_brings_them_back() -> None:
+def test_a_pin_loses_the_blocks_of_a_failed_step_and_gets_them_from_the_next() -> None:
     cache = Cache(9, 4)
     table = cache.start("s", SYSTEM).table
-    pin = pinned_beside(cache, [*SYSTEM, 1, 2], table)
+    pin = pinned_while_running(cache, [*SYSTEM, 1, 2], table)
     assert cache.pins.kept_tokens(pin) == 8
     table.append([1, 2], 4)
     assert cache.reserve(table, 10, 12, 50) is not None
@@ -127,18 +127,18 @@ def test_a_failed_step_takes_its_blocks_from_a_pin_and_the_next_brings_them_back
     cache.check([])
 
 
-def pinned_beside(cache: Cache, ids: list[int], table: object) -> Pin:
+def pinned_while_running(cache: Cache, ids: list[int], table: object) -> Pin:
     pin = pin_of(cache, ids)
     cache.pins.keep([pin], cache.pool.total)
     cache.check([table])  # type: ignore[list-item]
     return pin
 
 
-def test_a_rest_moves_to_the_block_that_takes_its_place() -> None:
-    """Two sequences fill the same block: the one that comes second gives its own up, with the rest that it held."""
+def test_a_pinned_tail_moves_to_the_block_that_replaces_its_own() -> None:
+    """Two sequences fill the same block: the second one's stays private, and the pinned tail moves to the first."""
     cache = Cache(17, 4)
     first = cache.start("first", SYSTEM).table
-    pin = pinned_beside(cache, SYSTEM, first)
+    pin = pinned_while_running(cache, SYSTEM, first)
     assert cache.pins.kept_tokens(pin) == 10
     second = cache.start("second", [*SYSTEM, 1, 2, 3]).table
     first.append([1, 2], 4)
@@ -154,7 +154,7 @@ def test_a_rest_moves_to_the_block_that_takes_its_place() -> None:
     assert cache.use("third", [*SYSTEM, 5]) == 10
 
 
-def test_the_check_finds_a_broken_promise() -> None:
+def test_the_check_finds_a_pin_that_is_not_held() -> None:
     cache = Cache(9, 4)
     cache.use("s", SYSTEM)
     pin = pinned(cache, SYSTEM)

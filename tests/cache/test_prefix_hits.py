@@ -1,4 +1,4 @@
-"""Which beginnings save most: hits counted at the end of a match, summed along the way when asked."""
+"""Hits per prefix: counted at the end of a match, summed up along its path when asked."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def rows(cache: Cache, root=ROOT) -> list[tuple[int, int, int]]:
     return [(used.depth * 4, used.hits, used.saved * 4) for used in cache.prefix_hits.reused(root)]
 
 
-def test_hits_pass_through_what_they_extend() -> None:
+def test_hits_count_for_shorter_prefixes_too() -> None:
     clock = Clock()
     cache = Counting(101, 4, clock=clock)
     talk = [*SYSTEM, *range(20, 32)]
@@ -45,7 +45,7 @@ def test_hits_pass_through_what_they_extend() -> None:
     assert rows(cache, OTHER) == []
 
 
-def test_an_evicted_block_leaves_its_hits_to_what_it_continued() -> None:
+def test_an_evicted_block_passes_its_hits_to_its_parent() -> None:
     cache = Counting(9, 4)
     long = [*SYSTEM, *range(20, 28)]
     cache.use("a", long)
@@ -62,7 +62,7 @@ def test_an_evicted_block_leaves_its_hits_to_what_it_continued() -> None:
 
 @settings(max_examples=60)
 @given(st.lists(st.lists(st.integers(0, 1), min_size=1, max_size=14), min_size=1, max_size=12))
-def test_rows_add_up_and_count_like_a_plain_tally(prompts: list[list[int]]) -> None:
+def test_rows_add_up_and_agree_with_a_plain_count(prompts: list[list[int]]) -> None:
     cache = Counting(200, 2)
     seen: set[tuple[int, ...]] = set()
     tally: dict[tuple[int, ...], int] = {}

@@ -10,7 +10,7 @@ from tests.support.engine import FakeRunner, make_engine, make_request, run
 
 
 class SlowRunner(FakeRunner):
-    """A step takes half a second of its own clock, and is computed while it is submitted, as on a CPU."""
+    """A runner whose every step takes half a second of its own clock, within ``submit``, as on a CPU."""
 
     now = 0.0
 
@@ -22,7 +22,7 @@ class SlowRunner(FakeRunner):
         return super().submit(batch)
 
 
-def test_prefill_time_is_the_time_of_the_step_and_what_reuse_saves_is_priced_by_it() -> None:
+def test_prefill_seconds_are_measured_and_price_the_reused_tokens() -> None:
     runner = SlowRunner(100, 4)
     engine = Engine(EngineConfig(cache=CacheConfig(block_size=4)), runner, clock=runner.clock)
     prompt = [*range(100, 140)]
@@ -59,7 +59,7 @@ def test_counters_never_fall() -> None:
     engine.check()
 
 
-def test_a_request_is_a_hit_from_sixteen_tokens_on_or_when_a_shorter_prompt_is_there_whole() -> None:
+def test_a_request_is_a_hit_from_sixteen_tokens_on_or_if_a_shorter_prompt_is_cached_whole() -> None:
     engine = make_engine(FakeRunner(200, 4))
     first = [*range(100, 140)]
     hits = []

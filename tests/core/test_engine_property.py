@@ -23,7 +23,7 @@ class Traffic:
 
 @st.composite
 def prompts(draw: st.DrawFn) -> list[int]:
-    """Prompts that share beginnings: two stems, cut anywhere, with a tail of few different tokens."""
+    """Prompts that share prefixes: one of two stems, cut anywhere, and a tail of few different tokens."""
     stem = draw(st.sampled_from([range(100, 130), range(200, 230)]))
     cut = draw(st.integers(0, 30))
     return [*stem[:cut], *draw(st.lists(st.integers(1, 3), min_size=1, max_size=9))]
@@ -57,14 +57,14 @@ def expected(prompt: list[int], max_tokens: int, choice: int) -> list[int]:
     blocks=st.integers(13, 40),
     lookahead=st.integers(0, 1),
     budget=st.integers(3, 40),
-    places=st.integers(1, 6),
+    slots=st.integers(1, 6),
 )
 def test_every_request_ends_with_the_right_answer(
-    plan: Traffic, blocks: int, lookahead: int, budget: int, places: int
+    plan: Traffic, blocks: int, lookahead: int, budget: int, slots: int
 ) -> None:
     runner = FakeRunner(blocks, BLOCK, lookahead=lookahead)
     runner.failing = plan.failing
-    engine = make_engine(runner, max_num_batched_tokens=budget, max_num_seqs=places)
+    engine = make_engine(runner, max_num_batched_tokens=budget, max_num_seqs=slots)
     wanted: dict[tuple[str, int], list[int]] = {}
     got: dict[tuple[str, int], list[int]] = {}
     ended: set[tuple[str, int]] = set()

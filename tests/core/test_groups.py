@@ -1,3 +1,5 @@
+"""Groups of decoding slots that share blocks."""
+
 from __future__ import annotations
 
 from hypothesis import given
@@ -8,12 +10,12 @@ from anaphora.core.groups import PrefixGroups
 
 # Block tables as sequences really hold them: one block id has one predecessor.
 paths = st.lists(st.integers(1, 2), max_size=6).map(
-    lambda turns: [int("".join(map(str, turns[: i + 1]))) for i in range(len(turns))]
+    lambda branches: [int("".join(map(str, branches[: i + 1]))) for i in range(len(branches))]
 )
 
 
 class Membership(RuleBasedStateMachine):
-    """Whatever order slots join and leave in, the groups say exactly what is shared."""
+    """In whatever order slots join and leave, the groups contain exactly what is shared."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -75,7 +77,7 @@ def test_ranges_of_a_slot_begin_at_zero_and_leave_no_gap(
             reach[slot] = group.last
 
 
-def test_short_runs_are_left_to_what_is_below_them() -> None:
+def test_short_runs_become_part_of_the_groups_below_them() -> None:
     groups = PrefixGroups(min_blocks=3, min_saved=3)
     for slot in range(2):
         groups.join(slot, [1, 2, 10, 11, 12])

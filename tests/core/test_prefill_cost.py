@@ -1,3 +1,5 @@
+"""Prefill cost by context, and the price of reused tokens."""
+
 from __future__ import annotations
 
 import pytest
@@ -5,11 +7,11 @@ import pytest
 from anaphora.core.prefill_cost import BUCKET, PrefillCost
 
 
-def test_nothing_is_priced_before_anything_ran() -> None:
+def test_the_price_is_zero_before_anything_was_measured() -> None:
     assert PrefillCost().price(0, 100) == 0.0
 
 
-def test_tokens_cost_what_they_cost_at_their_context() -> None:
+def test_tokens_are_priced_by_their_context() -> None:
     cost = PrefillCost()
     assert cost.observe(1.0, [(0, BUCKET)], decodes=0) == 1.0
     cost.observe(3.0, [(BUCKET, BUCKET)], decodes=0)
@@ -18,7 +20,7 @@ def test_tokens_cost_what_they_cost_at_their_context() -> None:
     assert cost.price(2 * BUCKET, 3 * BUCKET) == pytest.approx(3.0)  # the nearest that was measured
 
 
-def test_decode_rows_of_a_step_are_not_prefill() -> None:
+def test_decode_rows_do_not_count_as_prefill() -> None:
     cost = PrefillCost()
     for _ in range(5):
         assert cost.observe(0.25, [], decodes=4) == 0.0

@@ -20,7 +20,7 @@ SYSTEM = [*range(100, 122)]
 
 
 def compute(engine: Engine, id: str, tokens: Iterable[int], max_tokens: int = 0, salt: str | None = None) -> int:
-    """Run a request alone; its cached tokens."""
+    """Run a request alone and return its cached tokens."""
     engine.add(make_request(id, tokens, max_tokens, cache_salt=salt))
     (updates,) = run(engine).values()
     assert updates[0].prompt is not None
@@ -45,7 +45,7 @@ def test_a_pinned_prefix_outlives_all_other_traffic() -> None:
     assert engine.reset_prefix_cache()
 
 
-def test_a_full_length_request_always_fits_beside_the_pins() -> None:
+def test_pins_leave_room_for_a_full_length_request() -> None:
     engine = make_engine(FakeRunner(31, BLOCK), max_model_len=60)
     engine.pin([Prefix(tuple(range(200, 240)), "a"), Prefix(tuple(range(200, 220)), "b")])
     with pytest.raises(InvalidRequest, match=r"15 of the cache's 30 blocks .* 1 more, and 15 must stay"):
@@ -66,14 +66,14 @@ def test_a_full_length_request_always_fits_beside_the_pins() -> None:
         (Prefix((-1,)), "token id -1"),
     ],
 )
-def test_what_cannot_be_pinned_is_refused_and_nothing_of_the_call_is(prefix: Prefix, message: str) -> None:
+def test_if_one_prefix_cannot_be_pinned_none_is(prefix: Prefix, message: str) -> None:
     engine = make_engine(FakeRunner(31, BLOCK), max_model_len=60)
     with pytest.raises(InvalidRequest, match=message):
         engine.pin([Prefix((1, 2, 3)), prefix])
     assert engine.prefixes.list(None, 5).pins == ()
 
 
-def test_nothing_is_pinned_where_prefix_caching_is_off() -> None:
+def test_nothing_is_pinned_if_prefix_caching_is_off() -> None:
     engine = make_engine(FakeRunner(31, BLOCK), max_model_len=60, enable_prefix_caching=False)
     with pytest.raises(InvalidRequest, match="prefix caching is off"):
         engine.pin([Prefix((1, 2, 3))])
@@ -95,7 +95,7 @@ def test_unpin_by_prefix_or_id_all_or_none() -> None:
     assert engine.prefixes.list(None, 5).pins == ()
 
 
-def test_the_list_answers_inside_one_salt() -> None:
+def test_a_list_contains_only_one_salt() -> None:
     engine = make_engine(FakeRunner(101, BLOCK), max_model_len=200)
     engine.pin([Prefix(tuple(SYSTEM), "mine")])
     for i in range(4):
@@ -116,31 +116,31 @@ def test_the_list_answers_inside_one_salt() -> None:
     assert others.pinned_blocks == 6
 
 
-Deed = tuple[str, list[int], int]
+Action = tuple[str, list[int], int]
 
 
 @st.composite
-def deeds(draw: st.DrawFn) -> list[Deed]:
+def actions(draw: st.DrawFn) -> list[Action]:
     kinds = st.sampled_from(["ask", "ask", "pin", "warm", "unpin", "abort", "reset", "list"])
     return draw(st.lists(st.tuples(kinds, prompts(), st.integers(0, 6)), min_size=3, max_size=30))
 
 
 @settings(max_examples=150)
 @given(
-    plan=deeds(),
+    plan=actions(),
     spare=st.integers(0, 14),
     lookahead=st.integers(0, 1),
     failing=st.sets(st.integers(0, 25), max_size=2),
-    places=st.integers(1, 4),
+    slots=st.integers(1, 4),
 )
 def test_pins_among_random_traffic(
-    plan: list[Deed], spare: int, lookahead: int, failing: set[int], places: int
+    plan: list[Action], spare: int, lookahead: int, failing: set[int], slots: int
 ) -> None:
-    """Whatever is pinned, unpinned, warmed, aborted, evicted or failed: every request ends, the books balance."""
+    """Whatever is pinned, unpinned, warmed, aborted, evicted or failed: every request ends, and invariants hold."""
     longest = 48
     runner = FakeRunner(1 + longest // BLOCK + spare, BLOCK, lookahead=lookahead)
     runner.failing = failing
-    engine = make_engine(runner, max_num_batched_tokens=16, max_num_seqs=places, max_model_len=longest)
+    engine = make_engine(runner, max_num_batched_tokens=16, max_num_seqs=slots, max_model_len=longest)
     wanted: dict[tuple[str, int], list[int]] = {}
     aborted: set[str] = set()
     pinned: dict[str, Prefix] = {}

@@ -1,4 +1,4 @@
-"""What the engine promises, on a fake runner whose every read is checked."""
+"""The scheduler through the engine, on a FakeRunner that checks every read."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ both_pipelines = pytest.mark.parametrize("lookahead", [0, 1])
 
 
 def truth(prompt: list[int], count: int, choice: int = 0) -> list[int]:
+    """Return what the fake model generates after a prompt."""
     tokens = list(prompt)
     for _ in range(count):
         tokens.append(next_token(tokens, choice))
@@ -57,7 +58,7 @@ def test_a_waiting_follower_holds_nothing_and_counts_as_served(lookahead: int) -
 @both_pipelines
 @pytest.mark.parametrize("steps", range(6))
 @pytest.mark.parametrize("fate", ["abort", "fail", "preempt"])
-def test_what_befalls_the_owner_hurts_no_follower(lookahead: int, steps: int, fate: str) -> None:
+def test_followers_finish_whatever_happens_to_the_owner(lookahead: int, steps: int, fate: str) -> None:
     runner = FakeRunner(100, 4, lookahead=lookahead)
     engine = make_engine(runner, max_num_batched_tokens=6)
     for name in ("owner", "one", "two"):
@@ -83,12 +84,12 @@ def test_what_befalls_the_owner_hurts_no_follower(lookahead: int, steps: int, fa
     assert not runner.faults
     for name in ("one", "two") if fate == "abort" else ("owner", "one", "two"):
         if fate == "fail" and updates[name][-1].error:
-            assert name == "owner"  # it was alone in the step that failed
+            assert name == "owner"  # the owner was alone in the step that failed
             continue
         assert answer(updates[name]) == truth([*STEM, 7], 5)
 
 
-def test_a_request_that_cannot_be_computed_falls_alone() -> None:
+def test_only_the_request_that_cannot_be_computed_fails() -> None:
     runner = FakeRunner(100, 4)
     runner.poison = {666}
     engine = make_engine(runner)
@@ -109,8 +110,8 @@ def test_a_request_that_cannot_be_computed_falls_alone() -> None:
 
 @both_pipelines
 @pytest.mark.parametrize("before", [8, 10])
-def test_nothing_that_a_failed_request_computed_before_is_found(lookahead: int, before: int) -> None:
-    """What makes its logits no numbers may have spoilt the tokens before it: those of its earlier steps too."""
+def test_blocks_that_a_failed_request_computed_earlier_are_removed(lookahead: int, before: int) -> None:
+    """If its logits are not finite, the keys and values of its earlier steps may be damaged too."""
     runner = FakeRunner(100, 4, lookahead=lookahead)
     runner.poison = {666}
     engine = make_engine(runner, max_num_batched_tokens=before)
@@ -154,7 +155,7 @@ def test_preempted_requests_answer_the_same_and_count_once(lookahead: int) -> No
 
 
 @both_pipelines
-def test_one_lacking_block_takes_one_victim(lookahead: int) -> None:
+def test_one_missing_block_preempts_one_sequence(lookahead: int) -> None:
     runner = FakeRunner(4 * 4 + 1, 4, lookahead=lookahead)
     engine = make_engine(runner)
     for i in range(4):
@@ -183,7 +184,7 @@ def test_a_waiting_request_is_looked_up_often_and_counted_once() -> None:
     assert engine.stats().requests == 3
 
 
-def test_choices_of_one_request_are_one_prompt_and_no_hits_of_each_other() -> None:
+def test_choices_of_one_request_count_as_one_prompt_and_are_not_hits_of_each_other() -> None:
     runner = FakeRunner(200, 4)
     engine = make_engine(runner)
     engine.add(make_request("r", STEM, 3, n=5))
@@ -225,7 +226,7 @@ def test_an_exact_repeat_computes_one_token_and_answers_the_same(lookahead: int,
     assert answers == [truth(prompt, 5)] * 3
 
 
-def test_reuse_goes_by_tokens_not_by_text() -> None:
+def test_reuse_depends_on_tokens_and_not_on_text() -> None:
     """The answer's two tokens come back as one: reuse ends where the tokens differ."""
     runner = FakeRunner(100, 4)
     engine = make_engine(runner)
@@ -256,9 +257,9 @@ def test_a_conversation_reuses_the_answer_too() -> None:
 
 def test_the_hit_rate_does_not_depend_on_concurrency() -> None:
     rates = []
-    for places in (1, 8):
+    for slots in (1, 8):
         runner = FakeRunner(300, 4)
-        engine = make_engine(runner, max_num_seqs=places)
+        engine = make_engine(runner, max_num_seqs=slots)
         for i in range(6):
             engine.add(make_request(f"r{i}", [*STEM, 200 + i, 7], 4))
         run(engine)
@@ -278,7 +279,7 @@ def test_two_conversations_over_one_system_prompt_answer_as_on_a_fresh_engine() 
 
 
 @pytest.mark.parametrize("order", [("one", "two"), ("two", "one")])
-def test_prompt_logprobs_compute_the_whole_prompt_and_say_so(order: tuple[str, str]) -> None:
+def test_prompt_logprobs_compute_the_whole_prompt_and_report_it(order: tuple[str, str]) -> None:
     prompts = {"one": [*STEM, 1], "two": [*STEM, 2, 3]}
     runner = FakeRunner(100, 4)
     engine = make_engine(runner, max_num_batched_tokens=7)
@@ -300,7 +301,7 @@ def test_prompt_logprobs_compute_the_whole_prompt_and_say_so(order: tuple[str, s
     assert run(engine)["after", 0][0].prompt.cache.cached_tokens == len(prompts["two"])  # type: ignore[union-attr]
 
 
-def test_prompt_logprobs_neither_wait_nor_own() -> None:
+def test_prompt_logprobs_neither_wait_nor_make_others_wait() -> None:
     runner = FakeRunner(100, 4)
     engine = make_engine(runner, max_num_batched_tokens=12)
     engine.add(make_request("owner", STEM, 1))
@@ -330,7 +331,7 @@ def test_stops(lookahead: int) -> None:
     }
 
 
-def test_what_can_never_be_served_is_refused_with_the_limit() -> None:
+def test_requests_that_can_never_be_served_are_refused_with_the_limit() -> None:
     runner = FakeRunner(11, 4)
     engine = make_engine(runner)
     assert engine.info.max_model_len == 40
@@ -360,7 +361,7 @@ def test_a_window_over_the_limit_is_capped_with_a_warning() -> None:
 
 
 def test_a_request_that_finds_no_room_on_an_idle_engine_ends_with_an_error() -> None:
-    """Blocks that are held for ever (here: pinned beyond what an engine admits) leave no request waiting for ever."""
+    """If blocks are held forever (here: pinned beyond the engine's limit), no request waits forever."""
     engine = make_engine(FakeRunner(11, 4))
     engine.add(make_request("r", [*range(1, 33)], 1))
     run(engine)
@@ -386,7 +387,7 @@ def test_a_planted_leak_fails_the_check() -> None:
         engine.check()
 
 
-def test_reset_waits_for_no_one_and_says_so() -> None:
+def test_reset_does_not_wait_for_requests() -> None:
     engine = make_engine(FakeRunner(100, 4))
     engine.add(make_request("r", STEM, 4))
     engine.step()

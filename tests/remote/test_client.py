@@ -1,3 +1,5 @@
+"""EngineClient and the engine process together, over a FakeRunner."""
+
 import asyncio
 import logging
 import os
@@ -32,7 +34,7 @@ pytestmark = pytest.mark.usefixtures("engine_surroundings")
 # --- Start --------------------------------------------------------------------------------------------------------
 
 
-def test_start_tells_what_the_engine_is_and_leaves_no_file() -> None:
+def test_start_returns_the_engine_s_info_and_leaves_no_file() -> None:
     async def main() -> None:
         async with started() as client:
             assert client.info.max_model_len > 0
@@ -56,7 +58,7 @@ def test_start_tells_what_the_engine_is_and_leaves_no_file() -> None:
         ),
     ],
 )
-def test_what_stops_the_start_is_raised(
+def test_an_error_at_start_is_raised(
     runner: str, error: type[AnaphoraError], message: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
     before = children()
@@ -68,7 +70,7 @@ def test_what_stops_the_start_is_raised(
     out, err = capfd.readouterr()
     assert not out
     assert ("Traceback" in err) == (runner.endswith("load_broken"))
-    if issubclass(error, ConfigError):  # whoever catches it says it, once
+    if issubclass(error, ConfigError):  # the caller reports it, once
         assert not err
 
 
@@ -87,7 +89,7 @@ def test_a_cancelled_start_leaves_no_process(capfd: pytest.CaptureFixture[str]) 
     assert not os.listdir(tempfile.gettempdir())
 
 
-def test_a_temporary_folder_that_holds_no_socket_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_temporary_folder_with_too_long_a_name_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     folder = Path(tempfile.gettempdir(), "long" * 30)
     folder.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(folder))
@@ -95,7 +97,7 @@ def test_a_temporary_folder_that_holds_no_socket_is_named(monkeypatch: pytest.Mo
         asyncio.run(EngineClient.start(EngineConfig(runner=FAKE)))
 
 
-def test_a_file_in_the_working_folder_takes_no_module_s_place(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_file_in_the_working_folder_replaces_no_module(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "zmq.py").write_text("raise RuntimeError('not the library')")
     monkeypatch.chdir(tmp_path)
 
@@ -122,7 +124,7 @@ def test_generate_yields_every_token_of_every_choice() -> None:
     asyncio.run(main())
 
 
-def test_many_at_once_get_what_each_gets_alone() -> None:
+def test_many_requests_at_once_get_the_answers_that_each_gets_alone() -> None:
     async def main() -> None:
         async with started() as client:
             wanted = [request(f"r{i}", max_tokens=1 + i % 7, prompt=tuple(range(1, 3 + i))) for i in range(64)]
@@ -162,7 +164,7 @@ def test_leaving_early_frees_the_request(how: str) -> None:
     asyncio.run(main())
 
 
-def test_an_id_that_runs_is_refused_and_free_again_when_it_was_left() -> None:
+def test_a_running_id_is_refused_and_free_again_after_its_request_was_left() -> None:
     async def main() -> None:
         async with started(SLOW) as client:
             alone = tokens(await collect(client, request("a", 20)))
@@ -172,7 +174,7 @@ def test_an_id_that_runs_is_refused_and_free_again_when_it_was_left() -> None:
             assert caught.value.param == "request_id"
             running.cancel()
             await asyncio.wait([running])
-            # The engine may be in a step of the first request: none of its tokens may come to the second.
+            # The engine may be in a step of the first request; the second must not get its tokens.
             for _ in range(5):
                 (await first_update(client, request("a", LONG, prompt=(9, 8, 7)))).cancel()
                 await asyncio.sleep(0)
@@ -181,7 +183,7 @@ def test_an_id_that_runs_is_refused_and_free_again_when_it_was_left() -> None:
     asyncio.run(main())
 
 
-def test_abort_of_what_does_not_run_is_nothing() -> None:
+def test_abort_of_an_unknown_request_does_nothing() -> None:
     async def main() -> None:
         async with started() as client:
             await client.abort("nobody")
@@ -191,7 +193,7 @@ def test_abort_of_what_does_not_run_is_nothing() -> None:
     asyncio.run(main())
 
 
-def test_a_finished_choice_gives_no_more_and_the_others_go_on() -> None:
+def test_a_finished_choice_gets_no_more_updates_and_the_others_continue() -> None:
     async def main() -> None:
         async with started(SLOW) as client:
             seen: list[SequenceUpdate] = []
@@ -222,7 +224,7 @@ def test_a_request_ends_when_its_last_choice_is_finished_by_another_task() -> No
 @pytest.mark.parametrize(
     "prompt", [(1,) * 10**5, (2**70,), ("two",), (1.5,)], ids=["too long", "beyond 64 bits", "text", "fraction"]
 )
-def test_a_refused_request_hurts_no_other(prompt: tuple[int, ...]) -> None:
+def test_a_refused_request_does_not_affect_others(prompt: tuple[int, ...]) -> None:
     async def main() -> None:
         async with started(SLOW) as client:
             other = await first_update(client, request("other", 20))
@@ -236,7 +238,7 @@ def test_a_refused_request_hurts_no_other(prompt: tuple[int, ...]) -> None:
     asyncio.run(main())
 
 
-def test_a_slow_reader_blocks_no_other() -> None:
+def test_a_slow_reader_does_not_block_others() -> None:
     async def main() -> None:
         async with started() as client:
             slow = client.generate(request("slow", 50))
@@ -248,7 +250,7 @@ def test_a_slow_reader_blocks_no_other() -> None:
     asyncio.run(main())
 
 
-def test_an_unreadable_message_is_refused_and_the_engine_lives(caplog: pytest.LogCaptureFixture) -> None:
+def test_an_unreadable_message_is_refused_and_the_engine_continues(caplog: pytest.LogCaptureFixture) -> None:
     async def main() -> None:
         async with started() as client:
             client._socket.send(b"cposix\nsystem\n(S'exit 1'\ntR.")
@@ -261,7 +263,7 @@ def test_an_unreadable_message_is_refused_and_the_engine_lives(caplog: pytest.Lo
     assert "refused message 1" in caplog.text
 
 
-def test_steps_are_told_and_a_failing_listener_stops_nothing(caplog: pytest.LogCaptureFixture) -> None:
+def test_on_step_is_called_and_may_fail(caplog: pytest.LogCaptureFixture) -> None:
     def fail(step: StepResult) -> None:
         raise ZeroDivisionError
 
@@ -277,7 +279,7 @@ def test_steps_are_told_and_a_failing_listener_stops_nothing(caplog: pytest.LogC
     assert "ZeroDivisionError" in caplog.text
 
 
-def test_a_refusal_whose_caller_has_left_is_no_error(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_refusal_for_a_cancelled_caller_is_not_logged(caplog: pytest.LogCaptureFixture) -> None:
     async def main() -> None:
         async with started() as client:
             for leaving in (client.unpin(ids=["pin-nothing"]), client.pin([Prefix((10**6,))])):
@@ -286,7 +288,7 @@ def test_a_refusal_whose_caller_has_left_is_no_error(caplog: pytest.LogCaptureFi
                 call.cancel()
                 await asyncio.wait((call,))
                 assert call.cancelled()
-            await client.check()  # answered behind the refusals
+            await client.check()  # answered after the refusals
             await assert_nothing_kept(client)
 
     asyncio.run(main())

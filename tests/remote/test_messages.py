@@ -1,3 +1,5 @@
+"""Messages are the same after encoding and decoding, and invalid ones are refused."""
+
 import pytest
 from msgspec import DecodeError, msgpack
 
@@ -46,7 +48,7 @@ INFO = EngineInfo(ModelInfo("m", "sha", 100, 64, 32, 16, 4096, "bfloat16", "bflo
         messages.Shutdown(),
     ],
 )
-def test_commands_arrive_as_they_were(command: messages.Command) -> None:
+def test_commands_arrive_unchanged(command: messages.Command) -> None:
     assert messages.decode_command(messages.encode(command)) == command
 
 
@@ -61,7 +63,7 @@ def test_commands_arrive_as_they_were(command: messages.Command) -> None:
         messages.Dead("out of memory"),
     ],
 )
-def test_events_arrive_as_they_were(event: messages.Event) -> None:
+def test_events_arrive_unchanged(event: messages.Event) -> None:
     assert messages.decode_event(messages.encode(event)) == event
 
 
@@ -101,7 +103,7 @@ def add_with(**changes: object) -> bytes:
         (add_with(prompt_token_ids=[1.5]), "int"),
     ],
 )
-def test_what_is_no_command_is_refused(data: bytes, complaint: str) -> None:
+def test_bytes_that_are_not_a_command_are_refused(data: bytes, complaint: str) -> None:
     with pytest.raises(InvalidRequest, match=complaint):
         messages.decode_command(data)
 
@@ -113,13 +115,13 @@ def test_values_out_of_range_are_refused_by_name() -> None:
     assert caught.value.param == "temperature"
 
 
-def test_what_is_no_event_is_refused() -> None:
+def test_bytes_that_are_not_an_event_are_refused() -> None:
     with pytest.raises(DecodeError):
         messages.decode_event(messages.encode(messages.Reset()))
 
 
 @pytest.mark.parametrize("bad", [{"cache_salt": "\ud800"}, {"prompt_token_ids": (2**70,)}])
-def test_what_cannot_be_sent_is_refused(bad: dict[str, object]) -> None:
+def test_values_that_cannot_be_sent_are_refused(bad: dict[str, object]) -> None:
     request = Request(**{"id": "r", "prompt_token_ids": (1,), "sampling": SAMPLING, "arrival": 0.0} | bad)  # type: ignore[arg-type]
     with pytest.raises(InvalidRequest):
         messages.encode(messages.Add(request))

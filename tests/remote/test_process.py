@@ -183,7 +183,7 @@ def test_an_idle_engine_reports_its_gauges_checks_once_and_sleeps(line: Line, mo
     thread.join()
     # Idle from the start, then the wait before the check, and once checked it sleeps until a message arrives.
     assert socket.polls[:3] == [None, 1, None]
-    assert set(socket.polls[3:]) == {None}
+    assert set(socket.polls[3:]) <= {None}
     assert line.engine.log == ["step", "step", "check", "abort nobody"]
     steps = [(len(e.result.updates), e.result.stats.running) for e in events if isinstance(e, messages.Step)]
     assert steps == [(1, 1), (1, 0), (0, 0)]

@@ -1,4 +1,4 @@
-"""A cache manager with one more verb: compute and release a whole prompt, as the scheduler would."""
+"""A CacheManager that computes and releases whole prompts, as the scheduler would, and a clock for it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,17 @@ ROOT = root_hash("m")
 OTHER = root_hash("m", "another tenant")
 
 
+def common_prefix(a: list[int], b: list[int]) -> int:
+    """Return the number of equal tokens at the start."""
+    same = 0
+    while same < min(len(a), len(b)) and a[same] == b[same]:
+        same += 1
+    return same
+
+
 class Clock:
+    """A clock that shows ``now``, which the test sets."""
+
     def __init__(self) -> None:
         self.now = 0.0
 
@@ -25,7 +35,7 @@ class Clock:
 
 @dataclass
 class Found:
-    """What one use of the cache found."""
+    """What one prompt found in the cache, and the table that it used."""
 
     report: CacheReport
     sizes: AtSizes
@@ -33,29 +43,31 @@ class Found:
 
 
 class Cache(CacheManager):
-    """Prompts come one at a time unless they are started and released by hand."""
+    """Runs prompts one at a time, unless the test starts and releases them itself."""
 
     steps = 0
 
-    def start(self, key: str, ids: list[int], root: BlockHash = ROOT) -> Found:
-        table = self.table(key, ids, root)
+    def start(self, request_id: str, ids: list[int], root: BlockHash = ROOT) -> Found:
+        """Admit and compute a prompt; it keeps its blocks."""
+        table = self.table(request_id, ids, root)
         match = self.match(table)
         sizes = self.at_sizes(table, match, len(ids)) or AtSizes(0, 0, 0)
         taken = self.admit(table, match, len(ids) + 1)
-        assert taken is not None, f"no room for {key}"
+        assert taken is not None, f"no room for {request_id}"
         report = self.explain(table, match, len(ids), taken)
         self.compute(table, taken, len(ids))
         return Found(report, sizes, table)
 
     def compute(self, table: BlockTable, taken: Match, end: int) -> None:
+        """Compute in one step what is missing before ``end``."""
         assert self.reserve(table, taken.tokens, end, self.steps) is not None
         self.finish_step(self.steps)
         self.steps += 1
         self.commit(table, end, tail=True)
 
-    def run(self, key: str, ids: list[int], root: BlockHash = ROOT, answer: list[int] | None = None) -> Found:
-        """Compute a prompt, let an answer follow, and release it. The answer's last token has no slot, as always."""
-        found = self.start(key, ids, root)
+    def run(self, request_id: str, ids: list[int], root: BlockHash = ROOT, answer: list[int] | None = None) -> Found:
+        """Compute a prompt and an answer, and release it. The answer's last token is never computed."""
+        found = self.start(request_id, ids, root)
         end = len(ids)
         if answer:
             found.table.append(answer, self.block_size)
@@ -67,6 +79,6 @@ class Cache(CacheManager):
         return found
 
     def ask(self, ids: list[int], root: BlockHash = ROOT) -> CacheReport:
-        """What the prompt would find."""
+        """Return what the prompt would find now."""
         table = self.table("asks", ids, root)
         return self.explain(table, self.match(table), len(ids))

@@ -1,4 +1,4 @@
-"""Talking to an engine process over the fake runner."""
+"""Helpers for tests that talk to an engine process over a FakeRunner."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def tokens(updates: list[SequenceUpdate], choice: int = 0) -> list[int]:
 
 
 async def first_update(client: EngineClient, wanted: Request) -> asyncio.Task[list[SequenceUpdate]]:
-    """A task that reads the answer, returned once its first update is there."""
+    """Return, once the first update has come, a task that reads the whole answer."""
     seen = asyncio.Event()
 
     async def read() -> list[SequenceUpdate]:
@@ -59,7 +59,7 @@ async def first_update(client: EngineClient, wanted: Request) -> asyncio.Task[li
 
 
 async def until(condition: Callable[[], bool] | Callable[[], Awaitable[bool]]) -> None:
-    """Ends when the condition holds; a condition that never does is ended by the test's own time limit."""
+    """Wait until the condition holds. If it never does, the time limit of the test ends the wait."""
     while True:
         holds = condition()
         if holds if isinstance(holds, bool) else await holds:
@@ -75,7 +75,7 @@ def gone(pid: int) -> bool:
 
 
 async def assert_nothing_kept(client: EngineClient) -> None:
-    """Streams are forgotten at once. A call may be the watchdog's, which the engine answers between two steps."""
+    """Assert that no stream is left, and wait for open calls (the watchdog's ping is answered between two steps)."""
     assert not client._streams
     await until(lambda: not client._calls)
 

@@ -1,4 +1,4 @@
-"""A runner without a model: it keeps what a KV cache would hold and checks every read against the truth."""
+"""FakeRunner: a runner without a model that simulates the KV pool and checks every read of it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ BYTES_PER_TOKEN = 16
 
 
 def chain(tokens: Iterable[int]) -> Iterator[bytes]:
-    """For each position a value that depends on its token and all before it, as keys and values do."""
+    """Yield for each position a value that depends on its token and all before it, as keys and values do."""
     state = b""
     for token in tokens:
         state = blake2b(state + token.to_bytes(4, "little"), digest_size=8).digest()
@@ -26,7 +26,7 @@ def chain(tokens: Iterable[int]) -> Iterator[bytes]:
 
 
 def next_token(tokens: list[int], seed: int = 0) -> int:
-    """What the fake model says after these tokens."""
+    """Return the token that the fake model generates after these tokens."""
     *_, last = chain(tokens)
     return int.from_bytes(blake2b(last + seed.to_bytes(4, "little"), digest_size=4).digest(), "little") % VOCAB
 
@@ -40,23 +40,23 @@ class _Done:
 
 
 class _Failed:
-    """A failed step; what is submitted before its failure is known is lost with it."""
+    """A failed step. Steps submitted before its result is taken fail too."""
 
     def __init__(self, runner: FakeRunner, message: str) -> None:
         self._runner = runner
         self._message = message
-        runner.down += 1
+        runner.failed_in_flight += 1
 
     def result(self) -> StepOutput:
-        self._runner.down -= 1
+        self._runner.failed_in_flight -= 1
         raise RuntimeError(self._message)
 
 
 class FakeRunner:
-    """Executes batches on a simulated pool. A read of a slot that holds anything but the right value fails the step.
+    """Executes batches on a simulated pool. Reads of a slot with a wrong value are noted in ``faults``.
 
-    A step whose number is in ``failing``, or that computes a token in ``poison``, fails after it has spoilt the slots
-    that it was to write. ``computed`` counts given tokens that were run, ``widest`` the most rows of a step.
+    A step whose number is in ``failing``, or that computes a token in ``poison``, fails and empties the slots that it
+    was to write. ``computed`` counts the given tokens that were computed; ``widest`` is the most rows of a step.
     """
 
     warnings: tuple[str, ...] = ()
@@ -78,7 +78,7 @@ class FakeRunner:
         self.failing: set[int] = set()
         self.poison: set[int] = set()
         self.faults: list[str] = []
-        self.down = 0
+        self.failed_in_flight = 0
         self.computed = 0
         self.widest = 0
         self.batches: list[Batch] = []
@@ -100,7 +100,7 @@ class FakeRunner:
         for copy in batch.copies:
             held = self._slots[copy.source * size : copy.source * size + copy.filled]
             self._slots[copy.target * size : (copy.target + 1) * size] = held + [None] * (size - copy.filled)
-        broken = batch.step in self.failing or self.down > 0
+        broken = batch.step in self.failing or self.failed_in_flight > 0
         for chunk in batch.chunks:
             table = self._tables[chunk.slot]
             for at, block in chunk.table_changes:
@@ -159,14 +159,14 @@ class FakeRunner:
 
 
 def load_fake(config: EngineConfig) -> FakeRunner:
-    """For the engine process: ``tests.support.engine:load_fake``."""
+    """Make a FakeRunner in the engine process (``tests.support.engine:load_fake``)."""
     size = config.cache.block_size
     memory = config.cache.kv_cache_memory_bytes or 2**16
     return FakeRunner(memory // (size * BYTES_PER_TOKEN), size)
 
 
 def make_engine(runner: FakeRunner, **settings: object) -> Engine:
-    """An engine over the fake runner; ``settings`` are fields of the scheduler's, cache's or model's configuration."""
+    """Return an engine over a FakeRunner. ``settings`` are fields of SchedulerConfig, CacheConfig or ModelConfig."""
     config = EngineConfig(
         cache=CacheConfig(block_size=runner.info.block_size),
         scheduler=SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=32),
@@ -180,7 +180,7 @@ def make_engine(runner: FakeRunner, **settings: object) -> Engine:
 
 
 def make_request(id: str, prompt: Iterable[int], max_tokens: int = 4, **fields: object) -> Request:
-    """A request of plain tokens. ``cache_salt``, ``eos_token_ids``, ``arrival`` go to it, the rest to its sampling."""
+    """Return a request. ``fields`` are ``cache_salt`` and ``eos_token_ids``, or fields of its SamplingParams."""
     own = {name: fields.pop(name) for name in ("cache_salt", "eos_token_ids") if name in fields}
     sampling = SamplingParams(max_tokens=max_tokens, **fields)  # type: ignore[arg-type]
     return Request(id, tuple(prompt), sampling, arrival=0.0, **own)  # type: ignore[arg-type]
@@ -190,19 +190,19 @@ Updates = dict[tuple[str, int], list[SequenceUpdate]]
 
 
 def advance(engine: Engine, updates: Updates) -> None:
-    """One step; its updates are added by request id and choice."""
+    """Run one step; add its updates to ``updates`` by request id and choice."""
     for update in engine.step().updates:
         updates.setdefault((update.request_id, update.choice), []).append(update)
 
 
 def run(engine: Engine, updates: Updates | None = None, limit: int = 10_000) -> Updates:
-    """Step until there is no more work. Ends with the invariant check and with the runner's own verdict."""
+    """Run steps until there is no more work. Then assert the invariants and that no read was wrong."""
     updates = {} if updates is None else updates
     for _ in range(limit):
         if not engine.has_work:
             break
         advance(engine, updates)
-    assert not engine.has_work, "the engine does not come to an end"
+    assert not engine.has_work, "the engine does not finish"
     engine.check()
     runner = engine.runner
     assert isinstance(runner, FakeRunner)
@@ -211,4 +211,5 @@ def run(engine: Engine, updates: Updates | None = None, limit: int = 10_000) -> 
 
 
 def answer(updates: list[SequenceUpdate]) -> list[int]:
+    """Return the tokens of one choice's updates."""
     return [token for update in updates for token in update.token_ids]

@@ -1,4 +1,4 @@
-"""Runners by dotted path for tests of the engine process: a slow one, and ones with a fault. They run in the child."""
+"""Runners for tests of the engine process, given by dotted path: a slow one, and some that fail."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ STEP_S = 0.005
 
 
 def load_slow(config: EngineConfig) -> Runner:
-    """Requests stay long enough to be met while they run."""
+    """Make a FakeRunner with steps slow enough that tests can act while a request runs."""
     return _slow(load_fake(config))
 
 
 def load_endless(config: EngineConfig) -> Runner:
-    """As slow, and with room for ENDLESS tokens: no machine generates them within a test's time limit."""
+    """Make one that is as slow, with room for ENDLESS tokens: more than a test's time limit allows."""
     return _slow(FakeRunner(2 * ENDLESS // config.cache.block_size, config.cache.block_size, window=2 * ENDLESS))
 
 

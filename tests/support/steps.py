@@ -1,4 +1,4 @@
-"""Builds a ModelRunner's batches by hand: which slot computes which positions over which blocks."""
+"""Builds batches for a ModelRunner by hand: which slot computes which positions over which blocks."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=None)
 
 
 class Recorder:
-    """A ModelRunner over a pool full of not-a-number that keeps the logits of each step by slot."""
+    """A ModelRunner over a pool filled with NaN that keeps the logits of each step, by slot."""
 
     def __init__(
         self,
@@ -57,13 +57,13 @@ class Recorder:
         return Join(slot, sampling, 0, tuple(prompt), len(prompt), (), tuple(table))
 
     def chunk(self, slot: int, start: int, end: int, write_from: int | None = None) -> Chunk:
-        """Positions of the prompt; it samples when it reaches the end."""
+        """Return a chunk of prompt positions. It samples if it reaches the end of the prompt."""
         prompt = self.prompts[slot]
         first = start if write_from is None else write_from
         return Chunk(slot, start, end - start, prompt[start:end], first, (), end == len(prompt))
 
     def token(self, slot: int, position: int, token: int | None = None) -> Chunk:
-        """One decode step; ``token`` None goes on with the one that was sampled."""
+        """Return a decode chunk. ``token`` None stands for the token that was sampled last."""
         return Chunk(slot, position, 1, None if token is None else (token,), position, (), True)
 
     def step(
@@ -78,6 +78,6 @@ class Recorder:
 
 
 def eager_logits(model: object, tokens: Sequence[int]) -> Tensor:
-    """What transformers' own eager forward gives at the last position, ``[V]``."""
+    """Return the logits ``[V]`` of transformers' own eager forward pass at the last position."""
     with torch.inference_mode():
         return model(torch.tensor([list(tokens)]), use_cache=False).logits[0, -1]

@@ -1,4 +1,4 @@
-"""Reports of the whole engine: what a request hears, what a question hears, what is counted."""
+"""Cache reports of the whole engine: for requests, for questions, and in the counters."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def serve(engine: Engine, name: str, prompt: list[int], max_tokens: int = 3, **f
     return report_of(run(engine)[name, 0])
 
 
-def test_a_question_is_answered_as_the_request_would_be_and_leaves_no_trace() -> None:
+def test_explain_answers_like_the_request_and_changes_nothing() -> None:
     engine = make_engine(FakeRunner())
     serve(engine, "a", [*STEM, 1, 2, 3])
     before = engine.stats()
@@ -42,12 +42,12 @@ def test_a_question_is_answered_as_the_request_would_be_and_leaves_no_trace() ->
     assert engine.stats().requests == before.requests + 1
 
 
-def test_a_question_with_unknown_tokens_is_refused() -> None:
+def test_explain_refuses_unknown_tokens() -> None:
     with pytest.raises(InvalidRequest, match="1000"):
         make_engine(FakeRunner()).explain(make_request("q", [1, 1000]))
 
 
-def test_an_answer_that_comes_back_in_other_tokens_diverges_inside_it() -> None:
+def test_an_answer_sent_back_with_other_tokens_diverges_inside_it() -> None:
     """Equal text is not equal tokens: what the model wrote as two tokens came back as one."""
     runner = FakeRunner()
     engine = make_engine(runner)
@@ -60,7 +60,7 @@ def test_an_answer_that_comes_back_in_other_tokens_diverges_inside_it() -> None:
     assert list(told.neighbour.token_ids[:2]) == said[2:4]
 
 
-def test_what_is_shared_is_reused_and_told_also_where_it_is_less_than_a_block() -> None:
+def test_a_shared_prefix_shorter_than_a_block_is_reused_and_reported() -> None:
     engine = make_engine(FakeRunner(30, 64), max_num_batched_tokens=64)
     for number in range(4):
         told = serve(engine, f"r{number}", [*STEM, 500 + number, *range(600, 620)])
@@ -72,7 +72,7 @@ def test_what_is_shared_is_reused_and_told_also_where_it_is_less_than_a_block() 
     assert (told.reason, told.cached_tokens) == ("cold", 0)
 
 
-def test_followers_say_that_they_waited_unless_they_differ() -> None:
+def test_followers_report_that_they_waited_unless_they_diverged() -> None:
     engine = make_engine(FakeRunner(200, 4), max_num_batched_tokens=8)
     ends = {"owner": [1], "same": [1], "longer": [1, 7], "other": [2, 3]}
     for name, end in ends.items():
@@ -92,7 +92,7 @@ def test_followers_say_that_they_waited_unless_they_differ() -> None:
     assert "waited" in reports["same"].detail
 
 
-def test_a_foreign_evictor_is_other_traffic_and_isolation_only_a_count() -> None:
+def test_another_tenant_is_never_named_and_isolation_is_only_counted() -> None:
     engine = make_engine(FakeRunner(14, 4))
     serve(engine, "mine", [*STEM, 1], cache_salt="a")
     stolen = serve(engine, "thief", [*STEM, 1], cache_salt="b")
@@ -121,7 +121,7 @@ def test_a_request_that_is_preempted_keeps_its_first_report() -> None:
 
 
 def rates(blocks: int, seed: int) -> dict[str, float]:
-    """The curve of an engine in which several requests always run, tokens found over tokens asked."""
+    """Return the hit rates by cache size of an engine in which several requests are always running."""
     chance = random.Random(seed)
     engine = make_engine(FakeRunner(blocks + 1, 4), max_num_batched_tokens=128, max_num_seqs=3)
     systems = [[100 + 40 * s + i for i in range(24)] for s in range(3)]
@@ -142,8 +142,8 @@ def rates(blocks: int, seed: int) -> dict[str, float]:
     return {size: tokens / stats.queries for size, tokens in found.items()}
 
 
-def test_the_curve_of_a_busy_engine_is_what_engines_of_these_sizes_reach() -> None:
-    """Within four points of a hundred in a pool of 120 blocks, of which running requests hold up to a half."""
+def test_estimates_of_a_busy_engine_for_other_sizes_agree_with_engines_of_these_sizes() -> None:
+    """Within four percentage points in a pool of 120 blocks; running requests hold up to half of them."""
     told = rates(120, seed=4)
     for size in ("0.5", "2", "4"):
         real = rates(round(120 * float(size)), seed=4)["1"]
@@ -163,7 +163,7 @@ def test_the_curve_of_a_busy_engine_is_what_engines_of_these_sizes_reach() -> No
     blocks=st.integers(12, 40),
     lookahead=st.integers(0, 1),
 )
-def test_questions_between_steps_disturb_nothing(
+def test_explain_between_steps_changes_nothing(
     prompts: list[tuple[int, list[int], str | None]], blocks: int, lookahead: int
 ) -> None:
     engine = make_engine(FakeRunner(blocks, 4, lookahead=lookahead), max_num_batched_tokens=11)
