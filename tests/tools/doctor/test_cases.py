@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from anaphora.tools.doctor.options import DoctorOptions
-from anaphora.tools.doctor.price.diagnose import Break, Diagnosis, diagnose
+from anaphora.tools.doctor.price.breaks import Break
+from anaphora.tools.doctor.price.diagnose import Diagnosis, diagnose
 from anaphora.tools.doctor.read.load_log import log_from_bodies
 from anaphora.tools.doctor.show.diagnosis_json import NO_GAIN, as_json
 from anaphora.tools.shared.tokenizer_and_template import TokenizerAndTemplate, load_tokenizer_and_template
@@ -60,7 +61,7 @@ def test_a_value_before_the_rules(
     diagnosis, found = examined(two(text, *values), model)
     assert [(b.finding.kind, b.status) for b in found] == [(kind, "confirmed")]
     finding = found[0].finding
-    assert abs(finding.start - start) <= 1
+    assert abs(finding.location.start - start) <= 1
     assert set(finding.samples) <= set(values)
     rules_tokens = len(diagnosis.log.store.packed(diagnosis.log.prompts[0].pieces)) // 4 - 60
     assert found[0].tokens_lost > 0.8 * rules_tokens
@@ -96,7 +97,7 @@ def test_a_client_header_is_known_by_name(model: TokenizerAndTemplate) -> None:
     ]  # fmt: skip
     _, found = examined(bodies, model)
     assert [b.finding.kind for b in found] == ["request_id"]
-    assert found[0].finding.path == "system[0].text"
+    assert found[0].finding.location.path == "system[0].text"
     assert "CLAUDE_CODE_ATTRIBUTION_HEADER" in found[0].finding.note
 
 
@@ -108,7 +109,7 @@ def test_tools_that_come_back_in_another_order_now_and_then(model: TokenizerAndT
     ]
     _, found = examined(bodies, model)
     assert [b.finding.kind for b in found] == ["tool_order"]
-    assert found[0].finding.message == -1
+    assert found[0].finding.location.message == -1
     assert found[0].finding.seen == 4
     assert "about every 12 requests" in found[0].finding.varies
 
@@ -122,11 +123,11 @@ def test_a_time_before_the_tools_costs_the_tools(model: TokenizerAndTemplate) ->
     ]
     diagnosis, found = examined(bodies, model)
     assert [(b.finding.kind, b.status) for b in found] == [("clock_time", "confirmed")]
-    assert (found[0].finding.message, found[0].finding.role) == (0, "system")
+    assert (found[0].finding.location.message, found[0].finding.location.role) == (0, "system")
     assert found[0].tokens_lost > 0.9 * 5 * (diagnosis.before.tokens[0] - 60)
     assert found[0].repair is not None
     assert "give the model a tool that tells the time" in found[0].repair.advice
-    assert found[0].repair.place == "end of the last user message"
+    assert found[0].repair.destination == "end of the last user message"
 
 
 def test_a_time_that_the_template_writes_before_the_tools(tmp_path: Path) -> None:
@@ -141,7 +142,9 @@ def test_a_time_that_the_template_writes_before_the_tools(tmp_path: Path) -> Non
         for n in range(6)
     ]
     diagnosis, found = examined(bodies, load_tokenizer_and_template(None, str(path)))
-    assert [(b.finding.kind, b.status, b.finding.role) for b in found] == [("clock_time", "confirmed", "template")]
+    assert [(b.finding.kind, b.status, b.finding.location.role) for b in found] == [
+        ("clock_time", "confirmed", "template")
+    ]
     assert found[0].tokens_lost > 0.9 * 5 * (diagnosis.before.tokens[0] - 60)
     assert found[0].finding.samples[0] == "10:00:09"
 
@@ -159,7 +162,9 @@ def test_a_tool_result_with_other_key_order(model: TokenizerAndTemplate) -> None
     first = [{**result, "content": json.dumps(rows)}, logs.user("next please")]
     second = [{**result, "content": json.dumps(turned)}, *first[1:], logs.assistant("ok"), logs.user("and now?")]
     diagnosis, found = examined([{"messages": first}, {"messages": second}], model)
-    assert [(b.finding.kind, b.finding.message, b.finding.role) for b in found] == [("key_order", 0, "tool")]
+    assert [(b.finding.kind, b.finding.location.message, b.finding.location.role) for b in found] == [
+        ("key_order", 0, "tool")
+    ]
     assert found[0].tokens_lost > 0.6 * diagnosis.before.tokens[0]
 
 
@@ -206,7 +211,7 @@ def test_a_template_with_an_empty_thought_in_front_of_the_answer() -> None:
         {**body, "chat_template_kwargs": {"enable_thinking": False}} for body in logs.conversations(count=1, turns=3)[0]
     ]
     _, found = examined(bodies, qwen)
-    assert [(b.finding.kind, b.finding.role) for b in found] == [("template", "assistant")]
+    assert [(b.finding.kind, b.finding.location.role) for b in found] == [("template", "assistant")]
     assert "begins an answer" in found[0].finding.note
 
 
@@ -222,7 +227,7 @@ def test_a_thought_in_the_history_that_the_model_never_wrote() -> None:
         bodies.append({"request": {"messages": messages}, "response": response})
         messages = [*messages, logs.assistant(answer), logs.user(logs.sentence(rng, 6))]
     _, found = examined(bodies, template)
-    assert [(b.finding.kind, b.status, b.finding.message) for b in found] == [("template", "confirmed", 2)]
+    assert [(b.finding.kind, b.status, b.finding.location.message) for b in found] == [("template", "confirmed", 2)]
     assert found[0].tokens_lost > 120
 
 
@@ -242,8 +247,8 @@ def test_an_answer_that_comes_back_in_other_tokens(model: TokenizerAndTemplate) 
         bodies.append({"request": {"messages": messages}, "response": {"choices": [choice]}})
         messages = [*messages, logs.assistant(answer), logs.user(logs.sentence(rng, 6))]
     _, found = examined(bodies, model)
-    assert [(b.finding.kind, b.status, b.finding.message) for b in found] == [("retokenised", "confirmed", 4)]
-    assert found[0].finding.role == "assistant"
+    assert [(b.finding.kind, b.status, b.finding.location.message) for b in found] == [("retokenised", "confirmed", 4)]
+    assert found[0].finding.location.role == "assistant"
     assert found[0].tokens_lost == pytest.approx(lost, rel=0.15)
 
 
@@ -290,6 +295,6 @@ def test_the_airline_log_with_retrieved_documents(model: TokenizerAndTemplate) -
     diagnosis, found = examined(airline(80, retrieved), model)
     confirmed = [b for b in found if b.status == "confirmed"]
     assert [b.finding.kind for b in confirmed] == ["retrieved_text"]
-    assert confirmed[0].finding.message == 0
-    assert confirmed[0].finding.start > 6000
+    assert confirmed[0].finding.location.message == 0
+    assert confirmed[0].finding.location.start > 6000
     assert diagnosis.best.hit_rate > diagnosis.before.hit_rate + 0.2

@@ -15,9 +15,11 @@ from anaphora.tools.doctor.options import DoctorOptions, ExplainOptions
 from anaphora.tools.doctor.price.compare_baseline import compare
 from anaphora.tools.doctor.price.diagnose import Diagnosis, diagnose
 from anaphora.tools.doctor.read.load_log import Log, load_log
-from anaphora.tools.doctor.show import diagnosis_terminal, fixed_log, prompt_starts
+from anaphora.tools.doctor.show import compare_bodies, diagnosis_terminal
 from anaphora.tools.doctor.show.diagnosis_json import as_json
 from anaphora.tools.doctor.show.diagnosis_page import render_page
+from anaphora.tools.doctor.show.fixed_log import write_fixed_log
+from anaphora.tools.doctor.show.prompt_starts import show_prompt_starts
 from anaphora.tools.shared.console import LogConsole
 from anaphora.tools.shared.money import read_token_prices
 from anaphora.tools.shared.output_file import write_json, write_text
@@ -36,7 +38,7 @@ def main(options: DoctorOptions) -> int:
         return _server(options)
     prices = read_token_prices(options.prices) if options.prices else {}
     if options.heads:
-        prompt_starts.show(_load(options, lambda *_: None), LogConsole())
+        show_prompt_starts(_load(options, lambda *_: None), LogConsole())
         return 0
     diagnosis = examine(options)
     data = as_json(diagnosis, options, prices)
@@ -45,7 +47,7 @@ def main(options: DoctorOptions) -> int:
     diagnosis_terminal.show(data, LogConsole())
     if options.fix:
         assert options.log is not None
-        fixed = fixed_log.write(diagnosis, options.log, options.fix)
+        fixed = write_fixed_log(diagnosis, options.log, options.fix)
         data["fix"] = fixed.as_json()
         diagnosis_terminal.show_fix(options.fix, data["fix"], LogConsole())
     if options.html:
@@ -67,7 +69,7 @@ def explain(options: ExplainOptions) -> int:
     """Compare two bodies and say where and why they part."""
     assert options.first is not None
     assert options.second is not None
-    prompt_starts.explain(
+    compare_bodies.explain(
         options.first, options.second, load_tokenizer_and_template(options.model, options.chat_template), LogConsole()
     )
     return 0
@@ -89,5 +91,5 @@ def examine(options: DoctorOptions) -> Diagnosis:
             log,
             block_size=options.block_size,
             cache_tokens=options.cache_tokens,
-            advance=lambda what: progress.update(task, description=what, total=None),
+            progress=lambda what: progress.update(task, description=what, total=None),
         )

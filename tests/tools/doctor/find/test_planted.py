@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from anaphora.tools.doctor.price.diagnose import Break, Diagnosis, diagnose
+from anaphora.tools.doctor.price.breaks import Break
+from anaphora.tools.doctor.price.diagnose import Diagnosis, diagnose
 from anaphora.tools.doctor.read.load_log import log_from_bodies
 from anaphora.tools.shared.tokenizer_and_template import TokenizerAndTemplate, load_tokenizer_and_template
 from tests.tools.doctor import logs
@@ -74,10 +75,13 @@ def test_a_line_that_changes_with_each_request(name: str, model: TokenizerAndTem
     assert [item.finding.kind for item in found] == [kind]
     finding = found[0].finding
     text = broken[1]["messages"][0]["content"]
-    assert finding.message == 0
-    assert finding.role == "system"
-    assert text[finding.start : finding.end] in second or second in text[finding.start : finding.end]
-    assert abs(finding.start - text.index(second)) <= 24
+    assert finding.location.message == 0
+    assert finding.location.role == "system"
+    assert (
+        text[finding.location.start : finding.location.end] in second
+        or second in text[finding.location.start : finding.location.end]
+    )
+    assert abs(finding.location.start - text.index(second)) <= 24
     assert close(found[0], broken, mended)
     total, missed = logs.computed(mended)
     assert found[0].predicted_hit_rate == pytest.approx(1 - missed / total, abs=0.02)
@@ -93,7 +97,7 @@ def test_tools_in_another_order(model: TokenizerAndTemplate) -> None:
     mended = [{**body, "tools": tools} for body in broken]
     _, found = examined(broken, model)
     assert [item.finding.kind for item in found] == ["tool_order"]
-    assert found[0].finding.message == -1
+    assert found[0].finding.location.message == -1
     assert close(found[0], broken, mended)
 
 
@@ -181,7 +185,7 @@ def test_a_window_of_the_last_messages(model: TokenizerAndTemplate) -> None:
         mended.append(kept)
     _, found = examined(broken, model)
     assert [item.finding.kind for item in found] == ["trimmed_history"]
-    assert found[0].finding.message == 1
+    assert found[0].finding.location.message == 1
     assert close(found[0], broken, logs.interleaved(mended))
 
 
@@ -228,8 +232,8 @@ def test_arguments_written_again_with_other_key_order(nested: bool, model: Token
     broken = logs.interleaved([[{"messages": messages(n, turn)} for turn in range(5)] for n in range(6)])
     _, found = examined(broken, model)
     assert [item.finding.kind for item in found] == ["key_order"]
-    assert found[0].finding.role == "assistant"
-    assert "arguments" in found[0].finding.path
+    assert found[0].finding.location.role == "assistant"
+    assert "arguments" in found[0].finding.location.path
 
 
 def test_two_breaks_share_the_cost(model: TokenizerAndTemplate) -> None:
@@ -261,7 +265,7 @@ def test_messages_that_come_back_without_their_last_line_break(model: TokenizerA
         return {"messages": [*old, {**answer, "content": answer["content"] + "\n"}, last]}
 
     _, found = examined(logs.interleaved([[fresh(b) for b in bodies] for bodies in made]), model)
-    assert [(item.finding.kind, item.finding.role) for item in found] == [("whitespace", "assistant")]
+    assert [(item.finding.kind, item.finding.location.role) for item in found] == [("whitespace", "assistant")]
     broken = logs.interleaved([[fresh(b) for b in bodies] for bodies in made])
     assert close(found[0], broken, logs.interleaved(made))
 
@@ -278,7 +282,7 @@ def test_a_time_in_old_messages(model: TokenizerAndTemplate) -> None:
 
     broken = logs.interleaved([[aged(b) for b in bodies] for bodies in made])
     _, found = examined(broken, model)
-    assert [(item.finding.kind, item.finding.role) for item in found] == [("rewritten_history", "user")]
+    assert [(item.finding.kind, item.finding.location.role) for item in found] == [("rewritten_history", "user")]
     assert close(found[0], broken, logs.interleaved(made))
 
 
@@ -296,7 +300,7 @@ def test_a_summary_that_is_written_anew(model: TokenizerAndTemplate) -> None:
         )
     _, found = examined(logs.interleaved(made), model)
     assert [item.finding.kind for item in found] == ["rewritten_history"]
-    assert found[0].finding.message == 1
+    assert found[0].finding.location.message == 1
 
 
 def test_a_second_bos_token_now_and_then(model: TokenizerAndTemplate) -> None:
@@ -312,7 +316,7 @@ def test_a_template_in_the_user_message(model: TokenizerAndTemplate) -> None:
     mended = [{"messages": [logs.user(f"{logs.rules(3, 25)}\nAnswer now.\n{head}")]} for head in heads]
     _, found = examined(broken, model)
     assert len(found) == 1
-    assert found[0].finding.role == "user"
+    assert found[0].finding.location.role == "user"
     assert close(found[0], broken, mended)
 
 
@@ -338,7 +342,7 @@ def test_other_spaces_in_old_messages(model: TokenizerAndTemplate) -> None:
 
     broken = logs.interleaved([[stored(b) for b in bodies] for bodies in made])
     _, found = examined(broken, model)
-    assert [(item.finding.kind, item.finding.role) for item in found] == [("whitespace", "user")]
+    assert [(item.finding.kind, item.finding.location.role) for item in found] == [("whitespace", "user")]
 
 
 @pytest.mark.parametrize("change", [lambda t: t.replace("\n", "\r\n"), lambda t: f"{t}\n", lambda t: f" {t}"])
@@ -348,7 +352,7 @@ def test_other_spaces_in_the_system_text(change: Callable[[str], str], model: To
         logs.with_system(body, change if turn % 2 else str) for bodies in made for turn, body in enumerate(bodies)
     ]
     diagnosis, found = examined(broken, model)
-    assert [(item.finding.kind, item.finding.message) for item in diagnosis.breaks] == [("whitespace", 0)]
+    assert [(item.finding.kind, item.finding.location.message) for item in diagnosis.breaks] == [("whitespace", 0)]
     if change("a b\n") != "a b\n\n":  # at the end of the text only what follows is lost
         assert len(found) == 1
         assert close(found[0], broken, [body for bodies in made for body in bodies])
@@ -370,8 +374,8 @@ def rounds(number: int, steps: int, seed: int | None) -> Body:
 def test_results_with_their_keys_in_another_order_each_turn(model: TokenizerAndTemplate) -> None:
     broken = logs.interleaved([[rounds(n, step, n * 10 + step) for step in range(6)] for n in range(4)])
     diagnosis, found = examined(broken, model)
-    assert [(item.finding.kind, item.finding.role) for item in found] == [("key_order", "tool")]
-    assert found[0].finding.message == 3
+    assert [(item.finding.kind, item.finding.location.role) for item in found] == [("key_order", "tool")]
+    assert found[0].finding.location.message == 3
     mended = logs.interleaved([[rounds(n, step, None) for step in range(6)] for n in range(4)])
     truth = diagnose(log_from_bodies(mended, model)).before.hit_rate
     assert diagnosis.best.hit_rate == pytest.approx(truth, abs=0.01)
@@ -383,9 +387,9 @@ def test_a_subset_of_the_tools_in_each_request(model: TokenizerAndTemplate) -> N
     some = [sorted(random.Random(n).sample(range(8), 5)) for n in range(len(bodies))]
     broken = [{**body, "tools": [tools[i] for i in chosen]} for body, chosen in zip(bodies, some, strict=True)]
     diagnosis, found = examined(broken, model)
-    assert [(item.finding.kind, item.finding.message) for item in found] == [("tool_set", -1)]
+    assert [(item.finding.kind, item.finding.location.message) for item in found] == [("tool_set", -1)]
     assert found[0].repair is not None
-    assert found[0].repair.place == "all tools"
+    assert found[0].repair.destination == "all tools"
     truth = diagnose(log_from_bodies([{**body, "tools": tools} for body in bodies], model)).before
     assert diagnosis.best.computed == truth.computed
 
@@ -417,11 +421,11 @@ def test_a_time_in_the_first_message_of_many_conversations(model: TokenizerAndTe
             made.append({"messages": [head, logs.user(f"<env>\n{line}</env>\n{notes}\n{first['content']}"), *rest]})
         mended[-1] = logs.with_last_user(mended[-1], now)
     _, found = examined(broken, model)
-    assert [(item.finding.kind, item.finding.message, item.finding.role) for item in found] == [
+    assert [(item.finding.kind, item.finding.location.message, item.finding.location.role) for item in found] == [
         ("clock_time", 1, "user")
     ]
     assert found[0].repair is not None
-    assert found[0].repair.place == "end of the last user message"
+    assert found[0].repair.destination == "end of the last user message"
     assert close(found[0], broken, mended)
 
 
@@ -435,7 +439,9 @@ def test_blocks_of_one_system_text_that_say_the_same_are_not_compared(model: Tok
             made.append({"messages": [{"role": "system", "content": parts}, *body["messages"][1:]]})
         mended[-1] = logs.with_last_user(mended[-1], now)
     _, found = examined(broken, model)
-    assert [(item.finding.kind, item.finding.path) for item in found] == [("clock_time", "messages[0].content[0].text")]
+    assert [(item.finding.kind, item.finding.location.path) for item in found] == [
+        ("clock_time", "messages[0].content[0].text")
+    ]
     assert close(found[0], broken, mended)
 
 
@@ -466,7 +472,7 @@ def test_the_required_arguments_of_a_tool_written_from_a_set(model: TokenizerAnd
     bodies = logs.interleaved(logs.conversations(count=8))
     broken = [{**body, "tools": tools(rng.sample(names, len(names)))} for body in bodies]
     _, found = examined(broken, model)
-    assert [(item.finding.kind, item.finding.message) for item in found] == [("key_order", -1)]
+    assert [(item.finding.kind, item.finding.location.message) for item in found] == [("key_order", -1)]
     truth = logs.computed(broken, 1)[1] - logs.computed([{**body, "tools": tools(names)} for body in bodies], 1)[1]
     assert found[0].tokens_lost == pytest.approx(truth, rel=0.15)
 

@@ -6,7 +6,8 @@ from collections.abc import Callable
 
 import pytest
 
-from anaphora.tools.doctor.price.diagnose import Break, diagnose
+from anaphora.tools.doctor.price.breaks import Break
+from anaphora.tools.doctor.price.diagnose import diagnose
 from anaphora.tools.doctor.read.load_log import log_from_bodies
 from anaphora.tools.shared.tokenizer_and_template import TokenizerAndTemplate, load_tokenizer_and_template
 from tests.tools.doctor import logs, plants
@@ -56,14 +57,17 @@ def check(plant: Plant, numbers: list[int], place: Callable[[str], str], model: 
     found = examined(broken, model)
     assert [item.finding.kind in plant.kinds for item in found] == [True], [item.finding.kind for item in found]
     finding = found[0].finding
-    assert (finding.message, finding.role) == (0, "system")
+    assert (finding.location.message, finding.location.role) == (0, "system")
     number = finding.line - 1
     text = broken[number]["messages"][0]["content"]
     start = text.index(lines[number].rstrip(".")) + plant.line.index("{}")
     end = start + len(plant.value(numbers[number]))
-    assert finding.start >= start - 1 or text[finding.start : finding.end].strip() in lines[number]
-    assert finding.end <= end + 2
-    assert finding.end > finding.start
+    assert (
+        finding.location.start >= start - 1
+        or text[finding.location.start : finding.location.end].strip() in lines[number]
+    )
+    assert finding.location.end <= end + 2
+    assert finding.location.end > finding.location.start
     truth = logs.computed(broken, 1)[1] - min(logs.computed(log, 1)[1] for log in mended)
     assert abs(found[0].tokens_lost - truth) <= 0.15 * truth
 

@@ -1,72 +1,67 @@
-"""What has not changed in this log but will: a date or a clock in constant text."""
+"""Finds what has not changed in this log but will: a date or a clock time in constant text."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from datetime import datetime
 
 from anaphora.tools.doctor.find import dates_and_times
-from anaphora.tools.doctor.find.findings import Finding, Repair, around, shown
+from anaphora.tools.doctor.find.findings import Finding, Location, Repair, shorten_samples
 from anaphora.tools.doctor.read.load_log import Log
-from anaphora.tools.doctor.read.prompts import Prompt, Segment
+from anaphora.tools.doctor.read.prompts import SYSTEM_ROLES, Prompt, Segment
 
-MOST = 5
+MAX_FINDINGS = 5
+MAX_TEXTS = 50
+LABEL_LENGTH = 40
 _ADVICE = "if it is ever made live, put it at the end of the last user message"
-_LABEL = 40
 
 
 def find(log: Log, known: Sequence[Finding]) -> list[Finding]:
-    """Clocks and dates in system texts that a word beside them, or the log's own times, say to be the present ones."""
+    """Finds dates and times in system texts and tools that are the present ones.
+
+    Either a word before them says so ("Today is") or they are the day of the request. ``known`` are the findings
+    in texts that change; their texts are skipped.
+    """
     found: list[Finding] = []
     texts: set[int] = set()
-    places = {(finding.message, finding.path) for finding in known}
+    known_paths = {(finding.location.message, finding.location.path) for finding in known}
     for prompt in log.prompts:
         for segment in prompt.segments:
-            if segment.text in texts or not (segment.role in ("system", "developer") or segment.kind == "tool"):
+            if segment.text in texts or not (segment.role in SYSTEM_ROLES or segment.kind == "tool"):
                 continue
             texts.add(segment.text)
-            if (segment.message, segment.path) in places or len(texts) > 50:
+            if (segment.message, segment.path) in known_paths or len(texts) > MAX_TEXTS:
                 continue
-            found += _present(log, prompt, segment)
-            if len(found) >= MOST:
-                return found[:MOST]
+            found += _present_dates(log, prompt, segment)
+            if len(found) >= MAX_FINDINGS:
+                return found[:MAX_FINDINGS]
     return found
 
 
-def _present(log: Log, prompt: Prompt, segment: Segment) -> list[Finding]:
+def _present_dates(log: Log, prompt: Prompt, segment: Segment) -> Iterator[Finding]:
     text = log.store.text(segment.text)
-    found = []
     for start, end, kind in dates_and_times.matches(text):
-        line = max(text.rfind("\n", 0, start) + 1, start - _LABEL)
-        labelled = dates_and_times.NOW.search(text[line:start]) is not None
-        if not labelled and not _is_today(text[start:end], prompt.time):
-            continue
-        found.append(
-            Finding(
+        label = max(text.rfind("\n", 0, start) + 1, start - LABEL_LENGTH)
+        labelled = dates_and_times.NOW.search(text[label:start]) is not None
+        if labelled or _is_day_of(prompt.time, text[start:end]):
+            yield Finding(
                 kind=kind,
                 status="latent",
-                message=segment.message,
-                role=segment.role,
-                path=segment.path,
-                start=segment.offset + start,
-                end=segment.offset + end,
-                samples=shown([text[start:end]]),
-                repairs=[Repair("none", _ADVICE, _nothing)],
+                location=Location.in_segment(segment, text, (start, end)),
+                samples=shorten_samples([text[start:end]]),
+                repairs=[Repair("none", _ADVICE, _switch_nothing)],
                 seen=0,
                 line=prompt.line,
                 varies="the same in the whole log",
-                context=around(text, start, end),
             )
-        )
-    return found
 
 
-def _is_today(text: str, time: float | None) -> bool:
+def _is_day_of(time: float | None, text: str) -> bool:
     if time is None:
         return False
     day = datetime.fromtimestamp(time)
     return any(day.strftime(form) in text for form in ("%Y-%m-%d", "%d.%m.%Y", "%d/%m/%Y", "%m/%d/%Y"))
 
 
-def _nothing(_: bool) -> None:
-    """A latent cause has nothing to switch."""
+def _switch_nothing(_: bool) -> None:
+    """The repair of a latent finding changes nothing in this log."""

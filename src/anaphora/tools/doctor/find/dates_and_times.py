@@ -1,4 +1,7 @@
-"""Dates and times of day as people and programs write them, in many languages."""
+"""Finds dates and times of day as people and programs write them, in many languages.
+
+The names of months and weekdays are in months.txt and weekdays.txt, which scripts/cldr_names.py writes.
+"""
 
 from __future__ import annotations
 
@@ -73,11 +76,11 @@ NOW = re.compile(
     r"|现在|今天|当前|時間|时间|日期|今日|現在|日時|오늘|현재|시간|날짜",
     re.IGNORECASE,
 )
-"""Words that say that a date or time is the present one."""
+"""Words that mark a date or time as the present one."""
 
 
 def matches(text: str) -> list[tuple[int, int, str]]:
-    """Every date and time in a text as (start, end, ``clock_time`` or ``date``), in order, not overlapping."""
+    """Returns all dates and times in a text as (start, end, ``clock_time`` or ``date``), in order, not overlapping."""
     found: list[tuple[int, int, str]] = []
     for pattern, kind in ((DATETIME, "clock_time"), (DATE, "date"), (TIME, "clock_time"), (EPOCH, "clock_time")):
         for match in pattern.finditer(text):

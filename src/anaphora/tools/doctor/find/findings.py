@@ -1,4 +1,4 @@
-"""A place where prompts stop being the same, before and after it is known what mending it would save."""
+"""Findings: where prompts stop being the same, what changes there, and how it could be repaired."""
 
 from __future__ import annotations
 
@@ -6,73 +6,96 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from anaphora.tools.doctor.read.prompts import Prompt, Run
+from anaphora.text.outline import TOOLS
+from anaphora.tools.doctor.find.patterns import Span
+from anaphora.tools.doctor.read.prompts import Prompt, Run, Segment
 
-KEPT_SAMPLES = 5
+MAX_SAMPLES = 5
 SAMPLE_LENGTH = 200
+CONTEXT_LENGTH = 60
 
 
 class Rewriter(Protocol):
-    """Repairs of one kind as they act on prompts, to be asked in log order after ``reset``."""
+    """Applies the repairs of one kind that are switched on. Call ``reset``, then ``apply`` in log order."""
 
     def reset(self) -> None: ...
 
     def apply(self, prompt: Prompt, runs: list[Run]) -> list[Run]:
-        """The mended runs; ``runs`` itself where nothing changes."""
+        """Returns the repaired runs, or ``runs`` itself if nothing changes."""
         ...
 
 
 @dataclass(slots=True)
 class Repair:
-    """One way to mend a finding. ``advice`` says it in words; ``place`` is a short name of where the text goes.
+    """One way to repair a finding.
 
-    ``switch`` turns it on or off in its stage. ``rewrites`` tells whether a log's bodies can be rewritten so without
-    changing what they say.
+    ``destination`` is a short name of where the text goes, ``advice`` the repair in words. ``switch`` turns it on or
+    off in its rewriter. ``rewrites`` is False if ``--fix`` cannot rewrite request bodies that way without changing what
+    they say.
     """
 
-    place: str
+    destination: str
     advice: str
     switch: Callable[[bool], None]
     rewrites: bool = True
 
 
-@dataclass(slots=True)
-class Finding:
-    """``start`` and ``end`` are characters of the message's text; ``context`` shows it as (text, changing?) pairs.
+@dataclass(frozen=True, slots=True)
+class Location:
+    """Where a finding is: characters ``start`` to ``end`` of a message's text (TOOLS: of the text of all tools).
 
-    ``order`` is where it stands in a prompt (message, character), ``seen`` in how many requests it differs.
+    ``path`` is the JSON path of the text, ``context`` shows it as (text, changes?) pairs.
     """
 
-    kind: str
-    status: str
     message: int
     role: str
     path: str
     start: int
     end: int
+    context: list[tuple[str, bool]] = field(default_factory=list)
+
+    @classmethod
+    def in_segment(cls, segment: Segment, text: str, span: Span) -> Location:
+        """Returns the location of ``text[span]``, where ``text`` is the text of ``segment``."""
+        start, end = (segment.offset + at for at in span)
+        return cls(max(segment.message, TOOLS), segment.role, segment.path, start, end, surroundings(text, span))
+
+    @property
+    def order(self) -> tuple[int, int]:
+        """Sorts locations as they follow each other in a prompt."""
+        return self.message, self.start
+
+
+@dataclass(slots=True)
+class Finding:
+    """A part of the prompts that changes. ``kind`` is its class, such as ``request_id`` or ``tool_order``.
+
+    ``status`` is ``confirmed`` or ``latent``. ``seen`` counts the requests in which it differs, ``line`` is that of the
+    first. ``varies`` says in words how the value changes over the log.
+    """
+
+    kind: str
+    status: str
+    location: Location
     samples: list[str]
     repairs: list[Repair]
     seen: int
     line: int
     varies: str = ""
-    context: list[tuple[str, bool]] = field(default_factory=list)
     note: str = ""
 
-    @property
-    def order(self) -> tuple[int, int]:
-        return self.message, self.start
 
-
-def shown(samples: Sequence[str]) -> list[str]:
-    """Some different values, shortened."""
+def shorten_samples(samples: Sequence[str]) -> list[str]:
+    """Returns the first MAX_SAMPLES values, each cut to SAMPLE_LENGTH characters."""
     return [value if len(value) <= SAMPLE_LENGTH else value[: SAMPLE_LENGTH - 1] + "…" for value in samples][
-        :KEPT_SAMPLES
+        :MAX_SAMPLES
     ]
 
 
-def around(text: str, start: int, end: int, room: int = 60) -> list[tuple[str, bool]]:
-    """A changing part with some of the text on both sides."""
-    before = ("…" if start > room else "") + text[max(0, start - room) : start]
-    value = text[start:end] if end - start <= 2 * room else text[start : start + 2 * room] + "…"
-    after = text[end : end + room] + ("…" if len(text) > end + room else "")
+def surroundings(text: str, span: Span) -> list[tuple[str, bool]]:
+    """Returns (text, changes?) pairs: the text before ``span``, the (shortened) text in it, and the text behind it."""
+    (start, end), length = span, CONTEXT_LENGTH
+    before = ("…" if start > length else "") + text[max(0, start - length) : start]
+    value = text[start:end] if end - start <= 2 * length else text[start : start + 2 * length] + "…"
+    after = text[end : end + length] + ("…" if len(text) > end + length else "")
     return [(before, False), (value, True), (after, False)]

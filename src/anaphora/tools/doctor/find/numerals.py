@@ -1,4 +1,4 @@
-"""Numbers as people write them: digits of any script, words, Chinese and Roman numerals."""
+"""Reads numbers as people write them: digits of any script, words, Chinese and Roman numerals."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ _CHINESE_NUMBER = re.compile("[〇零一二三四五六七八九十]+")
 _GROUP = re.compile(r"\d+|[〇零一二三四五六七八九十]+")
 _ORDINAL = re.compile(r"\d+(?:st|nd|rd|th|er|e|ème|\.|º|ª|ste|de)?", re.IGNORECASE)
 _GROUPED = re.compile(r"\d{1,3}(?P<mark>[.,'’\s])(?:\d{2,3}(?P=mark))*\d{3}")
-"""Thousands set apart, in India hundreds above them: ``1.234``, ``1 234 567``, ``12,34,567``."""
+"""Digits in groups of three, in India of two above the thousands: ``1.234``, ``1 234 567``, ``12,34,567``."""
 _JOINED = re.compile(r"[\s-]+(?:and|und|et|y)[\s-]+|[\s-]+|und", re.IGNORECASE)
-LONGEST = 17
-"""Digits of a number that is more than a name."""
+MAX_DIGITS = 17
+"""Longer numbers are ids, not quantities."""
 
 
 def _words() -> dict[str, int]:
@@ -23,8 +23,8 @@ def _words() -> dict[str, int]:
     known: dict[str, int] = {}
     for line in lines:
         start, step, *words = line.split()
-        for place, word in enumerate(words):
-            known.setdefault(word, int(start) + place * int(step))
+        for index, word in enumerate(words):
+            known.setdefault(word, int(start) + index * int(step))
     return known
 
 
@@ -32,17 +32,17 @@ _WORDS = _words()
 
 
 def groups(text: str) -> tuple[int, ...]:
-    """Every number in digits or Chinese numerals that a text holds, in order."""
-    return tuple(_value(match[0]) for match in _GROUP.finditer(text) if len(match[0]) <= LONGEST)
+    """Returns every number in digits or Chinese numerals in a text, in order."""
+    return tuple(_value(match[0]) for match in _GROUP.finditer(text) if len(match[0]) <= MAX_DIGITS)
 
 
 def number(text: str) -> int | None:
-    """The number that a text is, in any way of writing, ordinals too; None where it is none."""
+    """Returns the number that the whole text is, however written, ordinals too; None if it is not a number."""
     text = text.strip(" \t\n.,:;#№()[]")
     if _ORDINAL.fullmatch(text):
         digits = re.match(r"\d+", text)
-        return int(digits[0]) if digits and len(digits[0]) <= LONGEST else None
-    if _GROUPED.fullmatch(text) and len(text) <= LONGEST:
+        return int(digits[0]) if digits and len(digits[0]) <= MAX_DIGITS else None
+    if _GROUPED.fullmatch(text) and len(text) <= MAX_DIGITS:
         return int("".join(re.findall(r"\d+", text)))
     if _CHINESE_NUMBER.fullmatch(text):
         return _value(text)

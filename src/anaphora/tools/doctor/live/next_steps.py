@@ -28,7 +28,8 @@ def advise(data: dict[str, Any]) -> list[dict[str, str]]:
 def judged(data: dict[str, Any]) -> dict[str, Any]:
     """The window that is judged: the sample where it saw traffic, else what was since the start."""
     sample = data["sample"]
-    return sample if sample is not None and (sample["requests"] or sample["looked_up"]) else data["since_start"]
+    window: dict[str, Any] = data["since_start"]
+    return sample if sample is not None and (sample["requests"] or sample["looked_up"]) else window
 
 
 def _steps(data: dict[str, Any], window: dict[str, Any]) -> Iterator[tuple[str, str, str]]:

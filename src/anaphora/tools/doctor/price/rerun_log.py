@@ -1,4 +1,4 @@
-"""The log run through a cache, as it is and as it would be with repairs."""
+"""Runs a log through the cache simulator, as it is or with repairs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from anaphora.tools.shared.simulate import LIMITED_BLOCK, Found, LimitedCache, U
 
 @dataclass(slots=True)
 class Outcome:
-    """``tokens`` and ``cached`` have one number a request; ``found`` the matches where they were asked for."""
+    """What the cache reused. ``tokens`` and ``cached`` have one number a request; ``found`` the matches, if kept."""
 
     tokens: array[int] = field(default_factory=lambda: array("q"))
     cached: array[int] = field(default_factory=lambda: array("q"))
@@ -22,23 +22,30 @@ class Outcome:
 
     @property
     def total(self) -> int:
+        """Prompt tokens of all requests."""
         return sum(self.tokens)
 
     @property
     def hits(self) -> int:
+        """Prompt tokens that were cached."""
         return sum(self.cached)
 
     @property
     def computed(self) -> int:
+        """Prompt tokens that were not cached."""
         return self.total - self.hits
 
     @property
     def hit_rate(self) -> float:
+        """Cached tokens over prompt tokens."""
         return self.hits / self.total if self.total else 0.0
 
 
-def run(log: Log, rewriters: Sequence[Rewriter] = (), *, block_size: int = 1, keep: bool = False) -> Outcome:
-    """All requests through an unlimited cache that reuses whole blocks of ``block_size`` tokens."""
+def rerun(log: Log, rewriters: Sequence[Rewriter] = (), *, block_size: int = 1, keep_matches: bool = False) -> Outcome:
+    """Runs all requests, rewritten by ``rewriters``, through a cache that never evicts.
+
+    The cache reuses whole blocks of ``block_size`` tokens. ``keep_matches`` fills ``Outcome.found``.
+    """
     for stage in rewriters:
         stage.reset()
     cache, outcome = UnlimitedCache(), Outcome()
@@ -54,15 +61,16 @@ def run(log: Log, rewriters: Sequence[Rewriter] = (), *, block_size: int = 1, ke
         outcome.tokens.append(length)
         usable = min(found.tokens, max(0, length - 1))
         outcome.cached.append(usable - usable % block_size)
-        if keep:
+        if keep_matches:
             outcome.found.append(found)
     return outcome
 
 
-def run_limited(log: Log, capacity: int, block_size: int) -> Outcome:
-    """The log as it is through a cache of ``capacity`` tokens with the engine's own eviction.
+def rerun_limited(log: Log, capacity: int, block_size: int) -> Outcome:
+    """Runs the log as it is through a cache of ``capacity`` tokens with the engine's own eviction.
 
-    Whole blocks of ``block_size`` tokens are reused; with 1 a cache of LIMITED_BLOCK that is exact to the token.
+    The cache reuses whole blocks of ``block_size`` tokens. With 1 it has blocks of LIMITED_BLOCK tokens and reuses
+    single tokens of them.
     """
     cache, outcome = LimitedCache(capacity, block_size if block_size > 1 else LIMITED_BLOCK), Outcome()
     for prompt in log.prompts:

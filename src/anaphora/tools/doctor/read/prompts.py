@@ -1,4 +1,4 @@
-"""A request as the doctor keeps it: segments of the body, and the prompt as runs of text that say whose they are."""
+"""The doctor's form of a request: the texts of its body (segments), and its prompt as runs that refer to them."""
 
 from __future__ import annotations
 
@@ -7,22 +7,24 @@ from dataclasses import dataclass, field
 
 from anaphora.tools.shared.usage import Usage
 
-Run = tuple[int, int]
-"""(index of the segment that the text belongs to, or NOBODY for the template's own text; number of the text)."""
+SYSTEM_ROLES = ("system", "developer")
 
+Run = tuple[int, int]
+"""A stretch of a prompt: (index of the segment that it shows, or NOBODY for the template's own text; text number)."""
 
 TEMPLATE = -2
-"""The message index of the template's own text where variables of the request stand in it."""
+"""The message index of a segment that is template text with a request's variable in it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """A text of the body. ``kind``: ``tool``, ``content``, ``name``, ``arguments``, ``reasoning`` or ``prompt``.
+    """One text of a request body.
 
-    ``variable`` is a text of the template's own with a value of ``chat_template_kwargs`` in it.
-
-    ``message`` is the index of its message, TOOLS for a tool, 0 for a completion's prompt; ``path`` where it is in the
-    body, as JSON path; ``offset`` where it begins in its message's text (tools: in all tools' text), in characters.
+    ``kind`` is ``tool``, ``content``, ``name``, ``arguments``, ``reasoning``, ``prompt`` (of a completion), or
+    ``variable``: template text that shows a value of ``chat_template_kwargs``. ``message`` is the index of its message,
+    TOOLS for a tool, TEMPLATE for a variable, 0 for a completion. ``path`` is its JSON path in the body, ``text`` its
+    number in the token store. ``offset`` is where it begins, in characters, in the text of its message (of a tool: in
+    the text of all tools).
     """
 
     message: int
@@ -35,9 +37,10 @@ class Segment:
 
 @dataclass(slots=True)
 class Prompt:
-    """``number`` counts the requests of the log from 0; ``pieces`` are the store's pieces of the whole prompt.
+    """A request of the log. ``number`` counts requests from 0, ``pieces`` are the token store's pieces of the prompt.
 
-    ``message_ids`` has one number a message: equal messages (role and all texts) have equal numbers.
+    ``message_ids`` has one number a message; messages with equal role and texts have equal numbers. ``answer`` is the
+    text number of the model's answer, whose tokens are the generated ones; None if the log does not hold the answer.
     """
 
     number: int
@@ -55,17 +58,16 @@ class Prompt:
     route: str = ""
     usage: Usage | None = None
     answer: int | None = None
-    """The number of the text that the model wrote, with its tokens as generated; None where the log does not tell."""
     prefill_s: float | None = None
 
     @property
     def root(self) -> str:
-        """Prompts of different roots never share a cache."""
+        """Prompts with different roots (model and salt) never share cached blocks."""
         return f"{self.model}\0{self.salt}"
 
-    def head_length(self) -> int:
-        """How many messages stand before the first that is no system text."""
+    def num_leading_system(self) -> int:
+        """Returns how many system messages come before the first message of another role."""
         for index, role in enumerate(self.roles):
-            if role not in ("system", "developer"):
+            if role not in SYSTEM_ROLES:
                 return index
         return len(self.roles)

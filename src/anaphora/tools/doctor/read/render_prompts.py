@@ -1,4 +1,4 @@
-"""Requests to prompts through the chat template, with a map from the prompt back to the body."""
+"""Renders requests through the chat template and maps each part of the prompt back to the request body."""
 
 from __future__ import annotations
 
@@ -14,12 +14,16 @@ from anaphora.tools.doctor.read.prompts import TEMPLATE, Prompt, Run, Segment
 from anaphora.tools.doctor.read.token_store import TokenStore
 from anaphora.tools.shared.request_log.bodies import LoggedRequest
 
-LEAST_VARIABLE = 4
+MIN_VARIABLE_LENGTH = 4
+"""Characters; shorter values of ``chat_template_kwargs`` occur in templates by chance."""
 _ROLES = frozenset({"system", "developer", "user", "assistant", "tool"})
 
 
 class Renderer:
-    """Renders the requests of one log, numbering them from 0."""
+    """Renders the requests of one log and numbers them from 0.
+
+    ``dropped_tools`` counts the requests whose tools the template leaves out.
+    """
 
     def __init__(self, template: ChatTemplate, store: TokenStore) -> None:
         self.template = template
@@ -31,15 +35,15 @@ class Renderer:
         self._last_tools: tuple[bytes, list[Segment]] = b"", []
         self.dropped_tools = 0
 
-    def plain(self, logged: LoggedRequest) -> str:
-        """The whole prompt as one text."""
+    def text(self, logged: LoggedRequest) -> str:
+        """Returns the whole prompt as one text. Raises InvalidRequest if the template refuses the messages."""
         if logged.prompt is not None:
             return logged.prompt
         messages = [_known_role(message) for message in logged.messages] or [{"role": "user", "content": ""}]
         return self.template.render(messages, tools=logged.tools, kwargs=logged.kwargs)
 
     def render(self, logged: LoggedRequest) -> Prompt:
-        """Raises InvalidRequest where the template refuses the messages."""
+        """Returns the prompt with its segments, runs and tokens. Raises InvalidRequest as ``text`` does."""
         segments = list(self._segments(logged))
         if logged.prompt is not None:
             runs: list[Run] = [(0, segments[0].text)]
@@ -58,7 +62,7 @@ class Renderer:
             runs=runs,
             pieces=self._store.join(text for _, text in runs),
             roles=[str(message["role"]) for message in logged.messages],
-            message_ids=self._ids(len(logged.messages), segments, logged),
+            message_ids=self._ids_of_messages(segments, logged),
             tool_texts=tuple(segment.text for segment in segments if segment.message == TOOLS),
             route=logged.route,
             usage=logged.usage,
@@ -68,8 +72,8 @@ class Renderer:
         self._number += 1
         return prompt
 
-    def _ids(self, count: int, segments: list[Segment], logged: LoggedRequest) -> list[int]:
-        texts: list[list[int]] = [[] for _ in range(count)]
+    def _ids_of_messages(self, segments: list[Segment], logged: LoggedRequest) -> list[int]:
+        texts: list[list[int]] = [[] for _ in logged.messages]
         for segment in segments:
             if segment.kind not in ("tool", "prompt", "variable"):
                 texts[segment.message].append(segment.text)
@@ -91,16 +95,16 @@ class Renderer:
                 offset += len(text) + 1
 
     def _tool_segments(self, tools: list[Any]) -> list[Segment]:
-        key = msgspec.json.encode(tools)
-        if key == self._last_tools[0]:
+        encoded = msgspec.json.encode(tools)
+        if encoded == self._last_tools[0]:
             return self._last_tools[1]
-        ready, offset = [], 0
+        segments, offset = [], 0
         for index, tool in enumerate(tools):
             text = tool_text(tool)
-            ready.append(Segment(TOOLS, "tools", "tool", f"tools[{index}]", self._store.intern(text), offset))
+            segments.append(Segment(TOOLS, "tools", "tool", f"tools[{index}]", self._store.intern(text), offset))
             offset += len(text) + 1
-        self._last_tools = key, ready
-        return ready
+        self._last_tools = encoded, segments
+        return segments
 
     # --- runs ----------------------------------------------------------------------------------------------------
 
@@ -118,8 +122,8 @@ class Renderer:
         return [(owner, segments[owner].text if own is None else own) for owner, own in parts]
 
     def _with_variables(self, logged: LoggedRequest, segments: list[Segment], runs: list[Run]) -> list[Run]:
-        """The runs; those of the template that show a text of ``chat_template_kwargs`` become segments."""
-        values = {name: v for name, v in logged.kwargs.items() if isinstance(v, str) and len(v) >= LEAST_VARIABLE}
+        """Appends a segment for each run of template text that shows a value of ``chat_template_kwargs``."""
+        values = {name: v for name, v in logged.kwargs.items() if isinstance(v, str) and len(v) >= MIN_VARIABLE_LENGTH}
         for index, (owner, text) in enumerate(runs) if values else ():
             shown = self._store.text(text) if owner == NOBODY else ""
             if (name := next((name for name, value in values.items() if value in shown), None)) is not None:
@@ -129,7 +133,7 @@ class Renderer:
 
 
 def _path(origin: str, path: str) -> str:
-    """A system text beside the messages is its own content."""
+    """Joins the paths of a message and of its text; a system text outside the messages has no ``content``."""
     return f"{origin}{path}" if origin.endswith("]") else f"{origin}{path.removeprefix('.content')}"
 
 

@@ -1,8 +1,8 @@
-"""Texts and their tokens, each kept once.
+"""Stores texts and their tokens, each of them once.
 
-A log repeats itself: a conversation's bodies hold its history over and over. So a text is cut into *pieces* at places
-where no token can cross (around special tokens, between lines), every piece is tokenised once,
-and a prompt is an array of piece numbers. Memory grows with what is new in a log, not with its length.
+A log repeats itself: every body of a conversation holds the history so far. So a text is cut into *pieces* where no
+token can cross the cut (around special tokens, between lines), each piece is tokenised once, and a prompt is an array
+of piece numbers. Memory grows with the new text in a log, not with the log's length.
 """
 
 from __future__ import annotations
@@ -12,15 +12,15 @@ from array import array
 from collections.abc import Iterable, Sequence
 from hashlib import blake2b
 
-from anaphora.cache.hashing import TOKEN_BYTES, pack
+from anaphora.cache.hashing import pack
 from anaphora.text.tokenizer import Tokenizer
 from anaphora.tools.shared.request_log.logged_answers import Answer
 
 _STARTS = r"[A-Za-zÀ-ÖØ-öø-ɏͰ-ϿЀ-ӿ\u3041-\u30fa\u4e00-\u9fff\uac00-\ud7a3]|[#*<{\-|>\[(\"]"
-"""What a line begins with where it may be cut; digits are taken out first by some tokenizers."""
+"""First characters of a line before which a text may be cut; no digits, which some tokenizers split off first."""
 _START = re.compile(_STARTS)
 _AFTER_BREAK = rf"(?<=\n)(?={_STARTS})"
-"""GPT-2's rules part a line's last break from the breaks before it, Llama 3's and Qwen's keep them together."""
+"""A cut behind line breaks, which Llama 3's and Qwen's rules keep together; GPT-2's split the last one off."""
 _PROBE = (
     "a\nb\n\nc\n\n\nd\n\n1. e\n 2\n\n  f.\n\n- g\n\n* h:\n\n{i}\n#j \n \nk\n\t\tl\r\n\r\nm\n\n"
     '\u4e00\n\n\u00e9\n"n"\n(o)\n|p|\n'
@@ -29,7 +29,11 @@ _PROBE = (
 
 
 class TokenStore:
-    """Interns texts. ``check`` chooses how finely texts are cut: as fine as the tokenizer gives the same ids."""
+    """Interns texts and tokenises their pieces.
+
+    ``check`` selects the finest cut with which the tokenizer yields the same ids as for the whole text. ``piece_texts``
+    and ``piece_tokens`` (packed token ids) are indexed by piece number.
+    """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
@@ -50,15 +54,15 @@ class TokenStore:
     def _make_cutters(self) -> list[re.Pattern[str] | None]:
         marks = "|".join(re.escape(text) for text in self._specials)
         around = f"({marks})" if marks else None
-        # What stands before a special token is tokenised without it.
+        # A line that begins with a special token is cut by the special token alone.
         before = rf"(?=\n(?!{marks})(?:{_STARTS}))" if marks else rf"(?=\n(?:{_STARTS}))"
         finest = [re.compile(f"{around}|{cut}" if around else cut) for cut in (before, _AFTER_BREAK)]
         return [*finest, *([re.compile(around)] if around else []), None]
 
     def check(self, text: str) -> None:
-        """Coarsen the cutting until ``text`` has the ids that the tokenizer gives to it as a whole.
+        """Selects coarser cuts until the pieces of ``text`` yield the token ids of the whole text.
 
-        To be called with whole prompts before any text is interned.
+        Call it with whole prompts before any text is interned.
         """
         whole = pack(self._tokenizer.encode(text, add_special_tokens=False))
         while self._cut is not None:
@@ -75,7 +79,7 @@ class TokenStore:
     # --- texts ---------------------------------------------------------------------------------------------------
 
     def intern(self, text: str) -> int:
-        """The number of a text; equal texts have equal numbers."""
+        """Returns the number of a text; equal texts have equal numbers."""
         key = blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).digest()
         known = self._texts.get(key)
         if known is None:
@@ -93,7 +97,7 @@ class TokenStore:
         return known
 
     def intern_answer(self, answer: Answer) -> int:
-        """The number of a generated text, whose tokens stay as they were generated whatever stands beside it."""
+        """Returns the number of a generated text; its tokens stay as generated, whatever text comes next to it."""
         ids = self._generated(answer)
         key = blake2b(b"answer\0" + ids + answer.text.encode("utf-8", "surrogatepass"), digest_size=16).digest()
         known = self._texts.get(key)
@@ -106,8 +110,8 @@ class TokenStore:
         return known
 
     def _generated(self, answer: Answer) -> bytes:
-        """The ids as logged, or those of the logged tokens' texts; else those of the text as a whole."""
-        if answer.token_ids and self._reads(answer.token_ids).strip() == answer.text.strip():
+        """Returns the logged ids, or the ids of the logged tokens' texts, or those of the tokenised answer."""
+        if answer.token_ids and self._decoded(answer.token_ids).strip() == answer.text.strip():
             return pack(answer.token_ids)
         if answer.parts and "".join(answer.parts) == answer.text:
             parts = [self._tokenizer.encode(part, add_special_tokens=False) for part in answer.parts]
@@ -116,25 +120,24 @@ class TokenStore:
         clean = answer.text.encode("utf-8", "replace").decode()
         return pack(self._tokenizer.encode(clean, add_special_tokens=False))
 
-    def _reads(self, ids: Sequence[int]) -> str:
+    def _decoded(self, ids: Sequence[int]) -> str:
         try:
             return self._tokenizer.decode(ids)
         except (IndexError, KeyError, OverflowError):
             return ""  # ids of another vocabulary
 
     def text(self, number: int) -> str:
+        """Returns the text with this number."""
         return "".join(map(self.piece_texts.__getitem__, self._pieces[number]))
 
     def pieces(self, number: int) -> array[int]:
+        """Returns the piece numbers of the text with this number."""
         return self._pieces[number]
-
-    def tokens_of_text(self, number: int) -> int:
-        return sum(map(len, map(self.piece_tokens.__getitem__, self._pieces[number]))) // TOKEN_BYTES
 
     # --- prompts -------------------------------------------------------------------------------------------------
 
     def join(self, texts: Iterable[int]) -> array[int]:
-        """The pieces of several texts one behind the other, as if they were one text."""
+        """Returns the pieces of several texts joined as if they were one text."""
         joined: array[int] = array("I")
         for number in texts:
             pieces = self._pieces[number]
@@ -149,16 +152,15 @@ class TokenStore:
         return joined
 
     def _merged(self, left: int, right: int) -> array[int] | None:
-        """The pieces of two neighbours' common text; None where the cutting parts them."""
+        """Returns the pieces of two adjacent pieces' joined text; None if that text is cut between them."""
         pair = left, right
         if pair not in self._pairs:
-            parted = self._boundary(left, right)
+            cut = self._is_cut_between(left, right)
             text = self.piece_texts[left] + self.piece_texts[right]
-            self._pairs[pair] = None if parted else self._pieces[self.intern(text)]
+            self._pairs[pair] = None if cut else self._pieces[self.intern(text)]
         return self._pairs[pair]
 
-    def _boundary(self, left: int, right: int) -> bool:
-        """Whether the cutting would part these two neighbours."""
+    def _is_cut_between(self, left: int, right: int) -> bool:
         if left in self._sealed or right in self._sealed:
             return True
         if self._cut is None:
@@ -171,5 +173,5 @@ class TokenStore:
         return self._cut is self._cutters[1] and a.endswith("\n") and _START.match(b) is not None
 
     def packed(self, pieces: Sequence[int]) -> bytes:
-        """The tokens of a prompt, packed as the cache takes them."""
+        """Returns the token ids of the given pieces, packed as ``cache.hashing.pack`` does."""
         return b"".join(map(self.piece_tokens.__getitem__, pieces))

@@ -1,4 +1,4 @@
-"""The diagnosis as plain values, which the JSON file, the terminal and the page show."""
+"""Turns the diagnosis into plain values, which the JSON file, the terminal and the page show."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from anaphora.tools.doctor.options import DoctorOptions
-from anaphora.tools.doctor.price.diagnose import Break, Diagnosis
+from anaphora.tools.doctor.price.breaks import Break
+from anaphora.tools.doctor.price.diagnose import Diagnosis
 from anaphora.tools.doctor.read.prompts import Prompt
 from anaphora.tools.shared.money import TokenPrices
 
@@ -17,7 +18,7 @@ NO_GAIN = (
 
 
 def as_json(diagnosis: Diagnosis, options: DoctorOptions, prices: dict[str, TokenPrices]) -> dict[str, Any]:
-    """All figures. Tokens, seconds, shares from 0 to 1, money in the unit of the prices given."""
+    """Returns all figures: tokens, seconds, rates from 0 to 1, money in the currency of ``prices``."""
     log, before = diagnosis.log, diagnosis.before
     rate = options.prefill_rate or measured_rate(log.prompts, before.tokens)
     data: dict[str, Any] = {
@@ -47,14 +48,14 @@ def _break(item: Break, diagnosis: Diagnosis, options: DoctorOptions, rate: floa
     data = {
         "class": finding.kind,
         "status": item.status,
-        "message": finding.message,
-        "role": finding.role,
-        "path": finding.path,
-        "start": finding.start,
-        "end": finding.end,
+        "message": finding.location.message,
+        "role": finding.location.role,
+        "path": finding.location.path,
+        "start": finding.location.start,
+        "end": finding.location.end,
         "line": finding.line,
         "samples": finding.samples,
-        "context": [{"text": text, "changes": changes} for text, changes in finding.context],
+        "context": [{"text": text, "changes": changes} for text, changes in finding.location.context],
         "varies": finding.varies,
         "note": finding.note,
         "requests": item.requests,
@@ -62,7 +63,7 @@ def _break(item: Break, diagnosis: Diagnosis, options: DoctorOptions, rate: floa
         "tokens_lost": item.tokens_lost,
         "seconds_lost": seconds,
         "predicted_hit_rate": item.predicted_hit_rate,
-        "place": item.repair.place if item.repair else None,
+        "place": item.repair.destination if item.repair else None,
         "repair": advice,
     }
     if options.per_day:
@@ -76,7 +77,7 @@ def _break(item: Break, diagnosis: Diagnosis, options: DoctorOptions, rate: floa
 
 
 def measured_rate(prompts: Sequence[Prompt], tokens: Sequence[int]) -> float | None:
-    """Tokens computed a second in prefill, as the log's records say; None where they do not."""
+    """Returns the prompt tokens computed per second of prefill according to the log; None if it has no times."""
     computed = seconds = 0.0
     for prompt, length in zip(prompts, tokens, strict=True):
         if prompt.prefill_s:
@@ -87,7 +88,7 @@ def measured_rate(prompts: Sequence[Prompt], tokens: Sequence[int]) -> float | N
 
 
 def reported(prompts: Sequence[Prompt], prices: dict[str, TokenPrices]) -> dict[str, Any] | None:
-    """What the log's own usage records say; None where it has none."""
+    """Sums up the log's own usage records; None if it has none."""
     used = [(prompt, prompt.usage) for prompt in prompts if prompt.usage is not None]
     if not used:
         return None

@@ -1,12 +1,13 @@
-"""The diagnosis for people at a terminal."""
+"""Prints the diagnosis at a terminal."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
 from rich.console import Console
 from rich.text import Text
+
+from anaphora.tools.doctor.show.marked_text import marked
 
 _LIMITS = {
     "cold": "first of their kind: nothing like them came before",
@@ -15,19 +16,19 @@ _LIMITS = {
     "cache_too_small": "would hit more in a larger cache",
     "routing_key": "match only another model, salt or cache key",
 }
-
-
-_FREE = {
+_COSTLESS = {
     "suspected": "Changes, but mending it saves nothing in this log:",
     "latent": "Has not changed in this log, but will:",
 }
 
 
-def counted(number: int, what: str) -> str:
-    return f"{number:,} {what}{'s' * (number != 1)}"
+def counted(number: int, noun: str) -> str:
+    """Returns "1 request", "2,000 requests"."""
+    return f"{number:,} {noun}{'s' * (number != 1)}"
 
 
 def show(data: dict[str, Any], console: Console) -> None:
+    """Prints the values of ``diagnosis_json.as_json``."""
     console.print(
         f"{counted(data['requests'], 'request')} in {counted(data['conversations'], 'conversation')}, "
         f"{data['prompt_tokens']:,} prompt tokens (by {data['tokenizer']})",
@@ -51,7 +52,7 @@ def show(data: dict[str, Any], console: Console) -> None:
         console.print("nothing to mend")
     for number, item in enumerate(confirmed, 1):
         show_break(number, item, data, console)
-    for status, title in _FREE.items():
+    for status, title in _COSTLESS.items():
         if items := [item for item in breaks if item["status"] == status]:
             console.print(f"\n{title}", highlight=False)
         for item in items:
@@ -89,17 +90,8 @@ def _context(item: dict[str, Any], console: Console) -> Text:
     return marked(((part["text"], part["changes"]) for part in item["context"]), console)
 
 
-def marked(parts: Iterable[tuple[str, bool]], console: Console) -> Text:
-    """Pieces of a text in one line, those that change marked: by colour, or by «» where there is none (a file, CI)."""
-    plain = console.color_system is None or console.no_color
-    text = Text()
-    for part, changes in parts:
-        shown = part.replace("\n", "⏎")
-        text.append(f"«{shown}»" if changes and plain else shown, style="bold red" if changes else "dim")
-    return text
-
-
 def show_break(number: int, item: dict[str, Any], data: dict[str, Any], console: Console) -> None:
+    """Prints one of the JSON's ``breaks`` with its cost and repair; ``number`` is shown before it."""
     share = item["tokens_lost"] / max(1, data["prompt_tokens"])
     head = Text(f"\n{number}. {item['class']}", style="bold red")
     head.append(f" in {_where(item)}", style="bold")
@@ -123,7 +115,7 @@ def show_break(number: int, item: dict[str, Any], data: dict[str, Any], console:
 
 
 def show_fix(name: str, fixed: dict[str, Any], console: Console) -> None:
-    """What was written, and what moved in it."""
+    """Prints what ``--fix`` wrote to the file ``name``, and what moved in it."""
     console.print(
         f"\n{name}: {counted(fixed['requests'], 'request')}, {fixed['changed']:,} of them changed", highlight=False
     )
@@ -135,7 +127,7 @@ def show_fix(name: str, fixed: dict[str, Any], console: Console) -> None:
             markup=False,
         )
     for left in fixed["left"]:
-        told = f"  {left['class']} in {left['place']} is still there: mend it where the request is made"
-        console.print(told, highlight=False, markup=False)
+        rest = f"  {left['class']} in {left['place']} is still there: mend it where the request is made"
+        console.print(rest, highlight=False, markup=False)
     for template in fixed["templates"]:
         console.print(f"  {template}: the prompt with placeholders", highlight=False)

@@ -1,4 +1,4 @@
-"""The log written again with the repairs: bodies say the same, in the order that would be reused."""
+"""Writes the log again with the repairs (``--fix``): bodies say the same, in the order that would be reused."""
 
 from __future__ import annotations
 
@@ -12,194 +12,208 @@ from typing import Any
 import msgspec
 
 from anaphora.errors import ConfigError, InvalidRequest
-from anaphora.tools.doctor.find.changed_history import HistoryRewriter
-from anaphora.tools.doctor.find.span_rewriter import PLACES, SpanRewriter
-from anaphora.tools.doctor.find.tool_definitions import ToolRewriter
+from anaphora.tools.doctor.find.history_rewriter import HistoryRewriter
+from anaphora.tools.doctor.find.span_rewriter import DESTINATIONS, SpanRewriter
+from anaphora.tools.doctor.find.tool_rewriter import ToolRewriter
 from anaphora.tools.doctor.price.diagnose import Diagnosis
-from anaphora.tools.doctor.read.prompts import Prompt
+from anaphora.tools.doctor.read.prompts import SYSTEM_ROLES, Prompt
 from anaphora.tools.doctor.read.render_prompts import Renderer
 from anaphora.tools.shared.request_log.log_files import read_requests
 
 _STEP = re.compile(r"([A-Za-z_]+)|\[(\d+)\]")
 _ORIGIN = re.compile(r"(\w+)\[(\d+)\]")
-_SHOWN, _SAMPLES = 80, 3
-_SYSTEM = ("system", "developer")
+_SAMPLE_LENGTH, _MAX_SAMPLES = 80, 3
+
+Move = tuple[str, str, str]
+"""(class, from where, to where)"""
 
 
 @dataclass(slots=True)
-class Fixed:
-    """What was written. ``counts`` has the requests by (class, from where, to where), ``moved`` some of the texts.
+class FixReport:
+    """What was written. ``moves`` counts requests, ``samples`` holds some of the texts that moved.
 
-    ``left`` has what moving texts cannot mend, as (class, place): a tool's description, or tools that are not there.
+    ``left`` lists what moving texts cannot repair, as (class, JSON path): a tool's description, or missing tools.
     """
 
     written: int = 0
     changed: int = 0
-    counts: Counter[tuple[str, str, str]] = field(default_factory=Counter)
-    moved: dict[tuple[str, str, str], list[str]] = field(default_factory=dict)
+    moves: Counter[Move] = field(default_factory=Counter)
+    samples: dict[Move, list[str]] = field(default_factory=dict)
     templates: list[str] = field(default_factory=list)
     left: list[tuple[str, str]] = field(default_factory=list)
 
     def as_json(self) -> dict[str, Any]:
+        """Returns the report as plain values, most frequent moves first."""
         names = ("class", "from", "to")
-        moves = [
-            {**dict(zip(names, key, strict=True)), "requests": count, "samples": self.moved[key]}
-            for key, count in self.counts.most_common()
+        moved = [
+            {**dict(zip(names, move, strict=True)), "requests": count, "samples": self.samples[move]}
+            for move, count in self.moves.most_common()
         ]
-        left = [{"class": kind, "place": place} for kind, place in self.left]
+        left = [{"class": kind, "place": path} for kind, path in self.left]
         written = {"requests": self.written, "changed": self.changed}
-        return {**written, "moved": moves, "left": left, "templates": self.templates}
+        return {**written, "moved": moved, "left": left, "templates": self.templates}
 
-    def tell(self, key: tuple[str, str, str], what: str) -> None:
-        self.counts[key] += 1
-        shown = re.sub(r"\s+", " ", what).strip()
-        shown = shown if len(shown) <= _SHOWN else shown[: _SHOWN - 1] + "…"
-        samples = self.moved.setdefault(key, [])
-        if len(samples) < _SAMPLES and shown not in samples:
+    def add(self, move: Move, text: str) -> None:
+        """Counts a move of ``text`` in one request."""
+        self.moves[move] += 1
+        shown = re.sub(r"\s+", " ", text).strip()
+        shown = shown if len(shown) <= _SAMPLE_LENGTH else shown[: _SAMPLE_LENGTH - 1] + "…"
+        samples = self.samples.setdefault(move, [])
+        if len(samples) < _MAX_SAMPLES and shown not in samples:
             samples.append(shown)
 
 
-def write(diagnosis: Diagnosis, source: str, target: str) -> Fixed:
-    """Write ``source`` with the accepted repairs to ``target``, and its prompts as templates beside it.
+def write_fixed_log(diagnosis: Diagnosis, source: str, target: str) -> FixReport:
+    """Writes the log ``source`` with the accepted repairs to ``target``, and its prompt templates next to it.
 
     Parts of texts move, tools come in one order, earlier messages are as they were first sent, and old messages are
-    dropped many at once; what a text says is not changed. Raises ConfigError.
+    dropped many at once. No text changes its words. Raises ConfigError if a file cannot be written.
     """
     if source == "-":
         raise ConfigError("--fix reads the log a second time; give a file instead of standard input")
     if Path(target).exists() and Path(target).samefile(source):
         raise ConfigError(f"--fix would overwrite the log {source}; name another file")
-    writer = _Writer(diagnosis)
+    fixer = _BodyFixer(diagnosis)
+    report = fixer.report
     renderer = Renderer(diagnosis.log.model.template, diagnosis.log.store)
     try:
         with open(target, "wb") as out:
-            for logged in read_requests(source, lambda *_: None):
+            for request in read_requests(source, lambda *_: None):
                 try:
-                    prompt = renderer.render(logged)
+                    prompt = renderer.render(request)
                 except InvalidRequest:
                     continue
-                writer.fixed.changed += writer.rewrite(logged.body, prompt, logged.origins)
-                out.write(msgspec.json.encode(logged.outer) + b"\n")
-                writer.fixed.written += 1
-        for number, text in enumerate(writer.moves.templates(), 1):
+                report.changed += fixer.fix(request.body, prompt, request.origins)
+                out.write(msgspec.json.encode(request.outer) + b"\n")
+                report.written += 1
+        for number, text in enumerate(fixer.spans.prompt_templates(), 1):
             name = f"{target}.template{number if number > 1 else ''}.txt"
             Path(name).write_text(text, encoding="utf-8")
-            writer.fixed.templates.append(name)
+            report.templates.append(name)
     except OSError as error:
         raise ConfigError(f"--fix cannot write {target}: {error.strerror}") from None
-    return writer.fixed
+    return report
 
 
-class _Writer:
-    """Rewrites bodies in log order."""
+class _BodyFixer:
+    """Rewrites request bodies; call ``fix`` in log order."""
 
     def __init__(self, diagnosis: Diagnosis) -> None:
-        kept = [item for item in diagnosis.breaks if item.repair is not None and not item.repair.rewrites]
-        self.fixed = Fixed(left=[(item.finding.kind, item.finding.path) for item in kept])
-        self.moves = next(stage for stage in diagnosis.rewriters if isinstance(stage, SpanRewriter))
-        self._tools = next(stage for stage in diagnosis.rewriters if isinstance(stage, ToolRewriter))
-        self._history = next(stage for stage in diagnosis.rewriters if isinstance(stage, HistoryRewriter))
-        for stage in diagnosis.rewriters:
-            stage.reset()
-        self._sent: dict[int, list[Any]] = {}
+        mended = [item for item in diagnosis.breaks if item.repair is not None]
+        not_rewritten = [item.finding for item in mended if item.repair is not None and not item.repair.rewrites]
+        self.report = FixReport(left=[(finding.kind, finding.location.path) for finding in not_rewritten])
+        self.spans = next(rewriter for rewriter in diagnosis.rewriters if isinstance(rewriter, SpanRewriter))
+        self._tools = next(rewriter for rewriter in diagnosis.rewriters if isinstance(rewriter, ToolRewriter))
+        self._history = next(rewriter for rewriter in diagnosis.rewriters if isinstance(rewriter, HistoryRewriter))
+        for rewriter in diagnosis.rewriters:
+            rewriter.reset()
         self._continued = set(self._history.previous)
-        """Messages behind the system text as they are sent now, of the requests that others continue."""
+        self._sent: dict[int, list[Any]] = {}
+        """The history of each continued request as it is sent now."""
 
-    def rewrite(self, body: dict[str, Any], prompt: Prompt, origins: list[str]) -> bool:
-        """Change one body in place; whether it changed."""
-        texts = self._texts(body, prompt)
-        messages = self._messages(body, prompt, origins)
-        for place, late in texts.items():
-            self._append(body, prompt, place, late)
-        return any((bool(texts), messages, self._schemas(body, prompt)))
+    def fix(self, body: dict[str, Any], prompt: Prompt, origins: list[str]) -> bool:
+        """Changes one body in place; returns whether it changed.
+
+        ``origins[i]`` is the JSON path of the prompt's message ``i`` in the body.
+        """
+        appended = self._cut_texts(body, prompt)
+        messages = self._fix_messages(body, prompt, origins)
+        for destination, text in appended.items():
+            self._append(body, prompt, destination, text)
+        return any((bool(appended), messages, self._fix_tools(body, prompt)))
 
     # --- texts ---------------------------------------------------------------------------------------------------
 
-    def _texts(self, body: dict[str, Any], prompt: Prompt) -> dict[str, str]:
-        """Cut what moves out of its texts; what goes behind the messages, by place (empty texts: it stays inside)."""
-        late: dict[str, str] = {}
-        for segment in prompt.segments:
-            if segment.text not in self.moves.of_text or segment.message < 0:
-                continue
-            mended, behind = self.moves.mended(segment.text)
-            if mended == segment.text:
-                continue
-            _set(body, segment.path, self.moves.store.text(mended))
-            for kind, unit, where in self.moves.moved(segment.text):
-                self.fixed.tell((kind, f"message {segment.message} ({segment.role})", PLACES[where]), unit)
-                late.setdefault(where, "")
-            for where, text in behind.items():
-                late[where] = late.get(where, "") + text
-        return late
+    def _cut_texts(self, body: dict[str, Any], prompt: Prompt) -> dict[str, str]:
+        """Cuts what moves out of its texts; returns what is to be appended, by destination.
 
-    def _append(self, body: dict[str, Any], prompt: Prompt, place: str, late: str) -> None:
-        if not late:
+        For a text that moves within its message, the text to append is empty.
+        """
+        appended: dict[str, str] = {}
+        for segment in prompt.segments:
+            if segment.text not in self.spans.regions_of_text or segment.message < 0:
+                continue
+            rewritten, moved = self.spans.rewritten(segment.text)
+            if rewritten == segment.text:
+                continue
+            _set(body, segment.path, self.spans.store.text(rewritten))
+            for kind, part, destination in self.spans.moved_parts(segment.text):
+                origin = f"message {segment.message} ({segment.role})"
+                self.report.add((kind, origin, DESTINATIONS[destination]), part)
+                appended.setdefault(destination, "")
+            for destination, text in moved.items():
+                appended[destination] = appended.get(destination, "") + text
+        return appended
+
+    def _append(self, body: dict[str, Any], prompt: Prompt, destination: str, text: str) -> None:
+        if not text:
             return
         if prompt.segments and prompt.segments[0].kind == "prompt":
-            _set(body, prompt.segments[0].path, f"{_get(body, prompt.segments[0].path)}\n{late}")
+            path = prompt.segments[0].path
+            _set(body, path, f"{_get(body, path)}\n{text}")
             return
         listed = next(
             (body[name] for name in ("messages", "input", "contents") if isinstance(body.get(name), list)), None
         )
         users = [i for i, message in enumerate(listed or ()) if message.get("role") == "user"]
         if listed is None:
-            body["input"] = f"{body.get('input') or ''}\n{late}"
-        elif place == "end" or not users:
-            listed.append({"role": "user", "content": late.strip("\n")})
+            body["input"] = f"{body.get('input') or ''}\n{text}"
+        elif destination == "end" or not users:
+            listed.append({"role": "user", "content": text.strip("\n")})
         else:
             last = listed[users[-1]]
             key = "content" if "content" in last else "parts"
             content = last.get(key) or ""
-            more = f"{content}\n{late}" if isinstance(content, str) else [*content, {"type": "text", "text": late}]
-            listed[users[-1]] = {**last, key: more}
+            longer = f"{content}\n{text}" if isinstance(content, str) else [*content, {"type": "text", "text": text}]
+            listed[users[-1]] = {**last, key: longer}
 
     # --- messages ------------------------------------------------------------------------------------------------
 
-    def _messages(self, body: dict[str, Any], prompt: Prompt, origins: list[str]) -> bool:
-        """Send earlier messages as they were sent first; drop old ones many at once; put system texts first."""
+    def _fix_messages(self, body: dict[str, Any], prompt: Prompt, origins: list[str]) -> bool:
+        """Puts system texts first, drops old messages many at once, or sends messages as they were first sent."""
         history, number = self._history, prompt.number
         found = [match for origin in origins if (match := _ORIGIN.fullmatch(origin))]
         if not history.active or not found:
             return False
-        name, at = found[0][1], [int(match[2]) for match in found]
-        offset = len(origins) - len(at)
-        raw = list(body[name])
-        kinds = "moved_system" in history.active, "trimmed_history" in history.active and number in history.window
-        if kinds[0]:
-            first = [m for m in raw if isinstance(m, dict) and m.get("role") in _SYSTEM]
-            new = first + [m for m in raw if not (isinstance(m, dict) and m.get("role") in _SYSTEM)]
-        elif kinds[1]:
-            start, count = history.window[number]
-            gone = set(at[start - offset : start - offset + count])
-            new = [message for i, message in enumerate(raw) if i not in gone]
+        name, indices = found[0][1], [int(match[2]) for match in found]
+        outside = len(origins) - len(indices)  # system texts that are not in the list of messages
+        messages = list(body[name])
+        difference = history.differences.get(number)
+        if "moved_system" in history.active:
+            kind, destination = "moved_system", "the front"
+            system = [message for message in messages if _is_system(message)]
+            new = [*system, *(message for message in messages if not _is_system(message))]
+        elif "trimmed_history" in history.active and number in history.trim:
+            kind, destination = "trimmed_history", "dropped"
+            start, count = history.trim[number]
+            dropped = set(indices[start - outside : start - outside + count])
+            new = [message for i, message in enumerate(messages) if i not in dropped]
         else:
-            new = self._as_sent(prompt, raw, at, offset)
-        if new == raw:
+            kind, destination = difference.kind if difference else "", "as first sent"
+            new = self._as_first_sent(prompt, messages, indices, outside)
+        if new == messages:
             return False
         body[name] = new
-        difference = history.differences.get(number)
-        kind = "moved_system" if kinds[0] else "trimmed_history" if kinds[1] else difference.kind if difference else ""
         if kind:
-            told = {"moved_system": "the front", "trimmed_history": "dropped"}.get(kind, "as first sent")
-            self.fixed.tell((kind, name, told), "earlier messages")
+            self.report.add((kind, name, destination), "earlier messages")
         return True
 
-    def _as_sent(self, prompt: Prompt, raw: list[Any], at: list[int], offset: int) -> list[Any]:
-        head = prompt.head_length() - offset
-        start = at[head] if 0 <= head < len(at) else len(raw)
+    def _as_first_sent(self, prompt: Prompt, messages: list[Any], indices: list[int], outside: int) -> list[Any]:
+        first = prompt.num_leading_system() - outside
+        start = indices[first] if 0 <= first < len(indices) else len(messages)
         before = self._history.previous[prompt.number]
-        last = self._history.repeated(prompt)
-        new = raw
+        last = self._history.last_repeated(prompt)
+        new = messages
         if last is not None and before in self._sent:
-            behind = at[last - offset] + 1 if last - offset >= 0 else start
-            new = [*raw[:start], *self._sent.pop(before), *raw[behind:]]
+            end = indices[last - outside] + 1 if last - outside >= 0 else start
+            new = [*messages[:start], *self._sent.pop(before), *messages[end:]]
         if prompt.number in self._continued:
             self._sent[prompt.number] = new[start:]
         return new
 
     # --- tools ---------------------------------------------------------------------------------------------------
 
-    def _schemas(self, body: dict[str, Any], prompt: Prompt) -> bool:
+    def _fix_tools(self, body: dict[str, Any], prompt: Prompt) -> bool:
         tools, listed = self._tools, body.get("tools")
         if not tools.active or not isinstance(listed, list):
             return False
@@ -212,24 +226,28 @@ class _Writer:
             return False
         body["tools"] = new
         for kind in sorted(tools.active):
-            self.fixed.tell((kind, "tools", "one order"), "the tools")
+            self.report.add((kind, "tools", "one order"), "the tools")
         return True
 
 
+def _is_system(message: Any) -> bool:
+    return isinstance(message, dict) and message.get("role") in SYSTEM_ROLES
+
+
 def _set(body: dict[str, Any], path: str, text: str) -> None:
-    """Put a text where ``path`` (``messages[0].content[1].text``) says."""
+    """Replaces the text at ``path``, such as ``messages[0].content[1].text``."""
     *steps, last = _steps(path)
-    place: Any = body
+    container: Any = body
     for step in steps:
-        place = place[step]
-    place[last] = text
+        container = container[step]
+    container[last] = text
 
 
 def _get(body: dict[str, Any], path: str) -> Any:
-    place: Any = body
+    value: Any = body
     for step in _steps(path):
-        place = place[step]
-    return place
+        value = value[step]
+    return value
 
 
 def _steps(path: str) -> list[Any]:
