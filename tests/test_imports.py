@@ -59,13 +59,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     | {"httpx", "rich", "jinja2", "msgspec", "uvloop"},
     "anaphora.tools.demo": BASE | {"anaphora.tools.bench", "httpx", "rich"},
     "anaphora.tools.doctor": BASE
-    | {
-        "anaphora.cache",
-        "anaphora.text",
-        "anaphora.advice",
-        "anaphora.server.api.protocol",
-        "anaphora.tools.shared",
-    }
+    | {"anaphora.cache", "anaphora.text", "anaphora.tools.shared"}
     | {"httpx", "rich", "jinja2", "msgspec"},
     "anaphora.tools.lint": BASE | {"anaphora.advice", "anaphora.text", "anaphora.tools.shared", "rich"},
     "anaphora.tools.record": BASE | {"anaphora.observe.record", "anaphora.tools.shared", "msgspec"},
