@@ -1,4 +1,4 @@
-"""Each pitfall is told with what mends it, and following that advice ends it."""
+"""Each problem is reported with a fix, and applying the fix ends the report."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from anaphora.advice.server_flags import ServerSettings, check_server_flags
 GOOD = ServerSettings(exact=False, max_model_len=8192, max_num_seqs=64, pool_tokens=100_000, system_tokens=2000)
 
 
-def test_a_good_setup_has_none() -> None:
+def test_good_settings_give_no_warning() -> None:
     assert check_server_flags(GOOD) == []
     assert check_server_flags(replace(GOOD, exact=True, block_size=256)) == []
 
 
 @pytest.mark.parametrize(
-    ("change", "words", "mended"),
+    ("change", "words", "fixed"),
     [
         ({"prefix_caching": False}, "prefix caching is off", {"prefix_caching": True}),
         ({"block_size": 128, "system_tokens": 100}, "a block of 128 tokens is larger than the 100", {"block_size": 16}),
@@ -33,26 +33,26 @@ def test_a_good_setup_has_none() -> None:
         ({"prompt_logprobs": 0.25}, "25% of the requests", {"prompt_logprobs": 0.0}),
         ({"gpu_memory_utilization": 0.5}, "50% of the GPU", {"gpu_memory_utilization": 0.9}),
         ({"reports_cached_tokens": False}, "nobody sees", {"reports_cached_tokens": True}),
-        ({"chunked_prefill": False}, "holds up", {"chunked_prefill": True}),
+        ({"chunked_prefill": False}, "delays all other requests", {"chunked_prefill": True}),
         ({"template": (("it prints the date", "take it out"),)}, "prints the date. Take it out", {"template": ()}),
     ],
 )
-def test_each_pitfall_alone_and_its_mend(change: dict[str, Any], words: str, mended: dict[str, Any]) -> None:
+def test_each_problem_and_its_fix(change: dict[str, Any], words: str, fixed: dict[str, Any]) -> None:
     bad = replace(GOOD, **change)
     (found,) = check_server_flags(bad)
     assert words in str(found)
     assert found.mend
-    assert check_server_flags(replace(bad, **mended)) == []
+    assert check_server_flags(replace(bad, **fixed)) == []
 
 
-def test_a_block_larger_than_what_is_shared_costs_less_where_reuse_is_exact() -> None:
+def test_a_block_larger_than_the_shared_prefix_costs_less_with_exact_reuse() -> None:
     (whole,) = check_server_flags(replace(GOOD, block_size=64, system_tokens=40))
     (exact,) = check_server_flags(replace(GOOD, block_size=64, system_tokens=40, exact=True))
     assert "never hits" in whole.problem
     assert "copies it" in exact.problem
 
 
-def test_the_advised_numbers_are_right_at_the_edge() -> None:
+def test_the_advised_numbers_are_the_limits() -> None:
     assert check_server_flags(replace(GOOD, pool_tokens=8192, max_num_seqs=32)) == []
     (few,) = check_server_flags(replace(GOOD, pool_tokens=8192, max_num_seqs=33))
     assert "--max-num-seqs 32" in few.mend

@@ -1,4 +1,4 @@
-"""A template is played on several days and times; what it does to a growing conversation is told with its mend."""
+"""A template is rendered at several dates and times; what breaks a growing conversation is reported with a fix."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ BODY = "{% for m in messages %}[{{ m.role }}] {{ m.content }}\n{% endfor %}"
         ("%Y", "month or the year"),
     ],
 )
-def test_whatever_form_the_date_has(form: str, words: str) -> None:
+def test_a_date_in_any_format(form: str, words: str) -> None:
     checks = check_template(ChatTemplate("Today: {{ strftime_now('" + form + "') }}\n" + BODY, {}))
     (found,) = [check for check in checks if check.problem and check.breaks]
     assert words in found.problem
@@ -42,14 +42,14 @@ def test_whatever_form_the_date_has(form: str, words: str) -> None:
         ("{% if tools %}{{ tools }}{{ strftime_now('%d %b') }}{% endif %}" + BODY, "tools are given"),
     ],
 )
-def test_a_date_that_not_every_prompt_shows(source: str, where: str) -> None:
+def test_a_date_that_only_some_prompts_contain(source: str, where: str) -> None:
     (found,) = [check for check in check_template(ChatTemplate(source, {})) if check.problem and check.breaks]
     assert where in found.problem
     assert "midnight" in found.problem
 
 
-def test_what_a_template_refuses_breaks_nothing() -> None:
-    """No system text, no tool results, roles that take turns: as the templates of Gemma and Mistral have it."""
+def test_a_refused_conversation_is_only_a_note() -> None:
+    """Roles must alternate and there is no system text or tool result, as in templates of Gemma and Mistral."""
     refusing = (
         "{% for m in messages %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}"
         "{{ raise_exception('roles must take turns: user, assistant') }}{% endif %}{% endfor %}"
@@ -62,13 +62,13 @@ def test_what_a_template_refuses_breaks_nothing() -> None:
     assert "two turns" in broken
 
 
-def test_a_date_that_stands_still_is_none() -> None:
+def test_a_constant_date_is_fine() -> None:
     today = datetime.now().strftime("%Y-%m-%d")
     checks = check_template(ChatTemplate(f"Written on {today}.\n" + BODY, {}))
     assert [check for check in checks if check.problem and check.breaks] == []
 
 
-def test_the_clock_of_one_rendering_is_not_that_of_the_next() -> None:
+def test_the_time_of_one_rendering_does_not_affect_the_next() -> None:
     template = ChatTemplate("{{ strftime_now('%Y') }}", {})
     message = [{"role": "user", "content": "hi"}]
     assert template.at(datetime(1999, 1, 1)).render(message) == "1999"

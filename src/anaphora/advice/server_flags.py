@@ -1,4 +1,4 @@
-"""Settings of a server that break the reuse of prompt beginnings, or do not fit its memory; and what mends each."""
+"""Checks a server's settings for what breaks prefix reuse or does not fit the memory, and says how to fix it."""
 
 from __future__ import annotations
 
@@ -6,22 +6,23 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 SMALL_SHARE = 0.7
-"""Of the GPU's memory; less than this leaves much of it unused."""
+"""A ``gpu_memory_utilization`` below this is reported: it leaves much of the GPU unused."""
 FEW_TOKENS = 256
-"""Tokens of the pool a sequence; with fewer, sequences that run together preempt each other all the time."""
+"""Pool tokens per sequence. With fewer, concurrent sequences keep preempting each other."""
 USUAL_BLOCK = 16
+"""Tokens per block by default."""
 
 
 @dataclass(frozen=True, slots=True)
 class ServerSettings:
-    """What is known of a server; None is unknown. Lengths and sizes in tokens.
+    """Settings of a server; None means unknown. Lengths and sizes are in tokens.
 
-    ``system_tokens`` is the length of what prompts begin with, ``prompt_logprobs`` the share of the requests that ask
-    for them, ``template`` the problems of the chat template, each with what mends it.
+    ``exact``: reuse is exact to the token, as in Anaphora, not in whole blocks. ``system_tokens`` is the length of the
+    prefix that prompts share, ``prompt_logprobs`` the share of requests that use it, ``template`` has the problems of
+    the chat template as (problem, fix).
     """
 
     exact: bool
-    """Reuse is exact to the token, as Anaphora's; else whole blocks are reused."""
     prefix_caching: bool = True
     block_size: int = USUAL_BLOCK
     kv_cache_dtype: str = "auto"
@@ -42,7 +43,7 @@ class ServerSettings:
 
 @dataclass(frozen=True, slots=True)
 class FlagWarning:
-    """``setting`` is the flag, or what else it is about. ``breaks`` False: worth knowing, but nothing is lost by it."""
+    """One problem. ``setting`` names the flag or field, ``mend`` says how to fix it; ``breaks`` False marks a note."""
 
     setting: str
     problem: str
@@ -53,97 +54,103 @@ class FlagWarning:
         return f"{self.setting}: {self.problem}. {self.mend[:1].upper()}{self.mend[1:]}"
 
 
-def check_server_flags(setup: ServerSettings) -> list[FlagWarning]:
-    """What is wrong with a setup, what costs most reuse first."""
-    return [*_reuse(setup), *_template(setup), *_answers(setup), *_memory(setup), *_sight(setup)]
+def check_server_flags(settings: ServerSettings) -> list[FlagWarning]:
+    """Returns what is wrong with the settings; what costs most reuse comes first."""
+    return [
+        *_check_reuse(settings),
+        *_check_template(settings),
+        *_check_answers(settings),
+        *_check_memory(settings),
+        *_check_other(settings),
+    ]
 
 
-def _reuse(setup: ServerSettings) -> Iterator[FlagWarning]:
-    if not setup.prefix_caching:
+def _check_reuse(settings: ServerSettings) -> Iterator[FlagWarning]:
+    if not settings.prefix_caching:
         yield FlagWarning(
             "--no-enable-prefix-caching",
-            "prefix caching is off: every prompt is computed whole",
+            "prefix caching is off: every prompt is computed completely",
             "leave the flag out",
         )
         return
-    size, system = setup.block_size, setup.system_tokens
+    size, system = settings.block_size, settings.system_tokens
     if system is not None and system < size:
         lost = (
-            "each hit copies it, prompts that come together compute it twice, and decode does not share it"
-            if setup.exact
-            else "it never hits, since only whole blocks are reused"
+            "each hit copies it, concurrent prompts compute it twice, and decode does not share it"
+            if settings.exact
+            else "it never hits, because only whole blocks are reused"
         )
         yield FlagWarning(
             "--block-size",
             f"a block of {size} tokens is larger than the {system} tokens that prompts share: {lost}",
             f"use --block-size {USUAL_BLOCK}"
             if system >= USUAL_BLOCK
-            else "make what prompts share longer than a block",
+            else "make the shared prefix longer than a block",
         )
-    elif system is None and size > 2 * USUAL_BLOCK and not setup.exact:
+    elif system is None and size > 2 * USUAL_BLOCK and not settings.exact:
         yield FlagWarning(
             "--block-size",
-            f"only whole blocks of {size} tokens are reused: what prompts share beyond a multiple of that is computed "
-            f"each time, and a shared beginning of fewer tokens never hits",
+            f"only whole blocks of {size} tokens are reused: the rest of a shared prefix is computed again each time, "
+            "and a shared prefix of fewer tokens never hits",
             f"use --block-size {USUAL_BLOCK}",
         )
-    if setup.prompt_logprobs:
+    if settings.prompt_logprobs:
         yield FlagWarning(
             "prompt_logprobs",
-            f"{setup.prompt_logprobs:.0%} of the requests ask for it: they need every position computed, so they read "
-            "nothing from the cache",
-            "ask for logprobs of the answer, or send the scoring requests to a server of their own",
+            f"{settings.prompt_logprobs:.0%} of the requests ask for it: all their positions must be computed, so they "
+            "do not use the cache",
+            "ask for logprobs of the answer, or send the scoring requests to a separate server",
         )
-    if setup.replicas > 1:
+    if settings.replicas > 1:
         yield FlagWarning(
             "--data-parallel-size",
-            f"each of {setup.replicas} replicas has a cache of its own: a prefix is computed {setup.replicas} times, "
-            "and a conversation that changes its replica starts anew",
-            "route by conversation or by prefix in front of them",
+            f"each of {settings.replicas} replicas has its own cache: a prefix is computed {settings.replicas} times, "
+            "and a conversation that moves to another replica finds nothing cached",
+            "put a router in front that routes by conversation or by prefix",
         )
-    if setup.adapters > 1:
+    if settings.adapters > 1:
         yield FlagWarning(
             "--lora-modules",
-            f"{setup.adapters} adapters share nothing: a prefix is computed once for each",
-            "send requests that share a prefix to one adapter, and count the cache's size by adapter",
+            f"{settings.adapters} adapters share no cache: a prefix is computed once for each",
+            "send requests that share a prefix to the same adapter, and size the cache for all adapters",
         )
 
 
-def _template(setup: ServerSettings) -> Iterator[FlagWarning]:
-    for problem, mend in setup.template:
+def _check_template(settings: ServerSettings) -> Iterator[FlagWarning]:
+    for problem, mend in settings.template:
         yield FlagWarning("the chat template", problem, mend)
 
 
-def _answers(setup: ServerSettings) -> Iterator[FlagWarning]:
-    if setup.kv_cache_dtype.startswith(("fp8", "int8", "float8", "nvfp4", "turboquant")):
+def _check_answers(settings: ServerSettings) -> Iterator[FlagWarning]:
+    if settings.kv_cache_dtype.startswith(("fp8", "int8", "float8", "nvfp4", "turboquant")):
         yield FlagWarning(
-            f"--kv-cache-dtype {setup.kv_cache_dtype}",
-            "keys and values are rounded when they are stored: a hit reads rounded ones where the first computation "
-            "may have used exact ones, so cached and cold answers differ more often",
-            "use --kv-cache-dtype auto where answers must not depend on the cache, or accept it for twice the tokens",
+            f"--kv-cache-dtype {settings.kv_cache_dtype}",
+            "keys and values are rounded when stored: a hit reads rounded values, while a cold computation may use "
+            "exact ones, so cached and cold answers differ more often",
+            "use --kv-cache-dtype auto if answers must not depend on the cache, or accept it for twice the tokens",
         )
-    if setup.scales_from_prompt:
+    if settings.scales_from_prompt:
         yield FlagWarning(
             "--calculate-kv-scales",
-            "the scales of stored keys and values come from the first prompt that is run, so answers depend on which "
-            "one that was",
+            "the scales of stored keys and values come from the first prompt, so answers depend on which prompt came "
+            "first",
             "use a checkpoint with scales, or leave the flag out",
         )
-    if setup.hash_algo not in ("sha256", "sha256_cbor"):
+    if settings.hash_algo not in ("sha256", "sha256_cbor"):
         yield FlagWarning(
-            f"--prefix-caching-hash-algo {setup.hash_algo}",
-            "two prompts may be made to have the same hash: one tenant could be served from another's blocks",
+            f"--prefix-caching-hash-algo {settings.hash_algo}",
+            "an attacker can construct two prompts with the same hash: one tenant could be served another's blocks",
             "use sha256",
         )
 
 
-def _memory(setup: ServerSettings) -> Iterator[FlagWarning]:
-    pool, longest, together = setup.pool_tokens, setup.max_model_len, setup.max_num_seqs
+def _check_memory(settings: ServerSettings) -> Iterator[FlagWarning]:
+    pool, longest, together = settings.pool_tokens, settings.max_model_len, settings.max_num_seqs
     if pool is not None and longest is not None and pool < longest:
         yield FlagWarning(
             "--max-model-len",
             f"the cache holds {pool:,} tokens, {pool / longest:.2f} requests of the full {longest:,}: a long one does "
-            "not fit, and evicts all prefixes on its way",
+            "not fit, and evicts all prefixes as it runs",
             f"use --max-model-len {pool} or less, or give the cache more with --kv-cache-memory-bytes or "
             "--gpu-memory-utilization",
         )
@@ -151,31 +158,30 @@ def _memory(setup: ServerSettings) -> Iterator[FlagWarning]:
         yield FlagWarning(
             "--max-num-seqs",
             f"{together} sequences at once leave {pool // together} tokens of the cache for each: they preempt each "
-            "other, and each preemption computes a prompt again",
+            "other, and each preempted prompt is computed again",
             f"use --max-num-seqs {max(pool // FEW_TOKENS, 1)} or less",
         )
-    if setup.gpu_memory_utilization is not None and setup.gpu_memory_utilization < SMALL_SHARE:
+    if settings.gpu_memory_utilization is not None and settings.gpu_memory_utilization < SMALL_SHARE:
         yield FlagWarning(
             "--gpu-memory-utilization",
-            f"{1 - setup.gpu_memory_utilization:.0%} of the GPU's memory stays unused; what is evicted for lack of "
-            "blocks is computed again",
+            f"{1 - settings.gpu_memory_utilization:.0%} of the GPU's memory is unused; a larger cache would evict less",
             "use 0.9 unless something else needs the GPU",
             breaks=False,
         )
 
 
-def _sight(setup: ServerSettings) -> Iterator[FlagWarning]:
-    if not setup.chunked_prefill:
+def _check_other(settings: ServerSettings) -> Iterator[FlagWarning]:
+    if not settings.chunked_prefill:
         yield FlagWarning(
             "--no-enable-chunked-prefill",
-            "a long prompt holds up all others until it is computed whole",
+            "a long prompt delays all other requests until it is computed completely",
             "leave the flag out",
             breaks=False,
         )
-    if not setup.reports_cached_tokens:
+    if not settings.reports_cached_tokens:
         yield FlagWarning(
             "--enable-prompt-tokens-details",
-            "without it usage does not say how many tokens of a prompt were cached: nobody sees that reuse has stopped",
+            "without it, usage does not report cached tokens: nobody sees when reuse stops",
             "add the flag",
             breaks=False,
         )

@@ -1,4 +1,4 @@
-"""A chat template played through: does each turn extend the one before it, and if not, where does it stop."""
+"""Renders small conversations with a chat template and checks that each prompt extends the one before it."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from anaphora.text.chat_template import ChatTemplate, Message
 _SYSTEM, _FIRST, _ANSWER, _SECOND = "SYSTEMTEXT", "FIRSTQUESTION", "FIRSTANSWER", "SECONDQUESTION"
 _THOUGHT, _RESULT, _TOOL = "FIRSTTHOUGHT", "TOOLRESULT", "probe_tool"
 _ARGUMENTS = '{"b":  1, "a": 2}'
-_ROOM = 40
-_MORNING = datetime(2001, 2, 3, 4, 5, 6)
-_CLOCKS = (
+_EXCERPT = 40
+_REFERENCE_TIME = datetime(2001, 2, 3, 4, 5, 6)
+_OTHER_TIMES = (
     (datetime(2001, 2, 3, 17, 38, 49), "the time of day", "every prompt differs from there on"),
     (datetime(2001, 2, 4, 4, 5, 6), "today's date", "every prompt changes at midnight"),
     (datetime(2013, 11, 30, 4, 5, 6), "the month or the year", "every prompt changes with it"),
@@ -24,9 +24,10 @@ _CLOCKS = (
 
 @dataclass(frozen=True, slots=True)
 class TemplateCheck:
-    """One thing tried. ``problem`` is empty where the template passes; ``before`` and ``after`` show where it fails.
+    """The result of one check. ``problem`` is empty if the template passes.
 
-    ``breaks`` False: worth knowing, but no turn stops extending the one before it for this.
+    ``before`` and ``after`` are excerpts of the two prompts where they differ. ``breaks`` False marks a note: it does
+    not break reuse.
     """
 
     name: str
@@ -37,29 +38,29 @@ class TemplateCheck:
 
     @property
     def mend(self) -> str:
-        """What to do about the problem."""
-        return _MENDS.get(self.name, _EXTEND)
+        """How to fix the problem."""
+        return _FIXES.get(self.name, _EXTEND)
 
 
-_PLACE, _TOOLS, _THE_DATE = "place of the system text", "tools", "the date"
+_SYSTEM_TEXT, _TOOLS, _THE_DATE = "place of the system text", "tools", "the date"
 _REASONING, _ARGUMENTS_OF_CALLS = "reasoning in the history", "arguments of tool calls"
-_EXTEND = "give --chat-template a template whose later turns repeat the earlier ones as they were"
-_MENDS = {
-    _THE_DATE: "give --chat-template a copy without it; where it matters, the client writes it into the user message",
-    _PLACE: "give --chat-template a copy that writes the system text first",
+_EXTEND = "give --chat-template a template that renders earlier turns unchanged"
+_FIXES = {
+    _THE_DATE: "give --chat-template a copy without it; if the date matters, put it into the user message",
+    _SYSTEM_TEXT: "give --chat-template a copy that writes the system text first",
     _TOOLS: "give --chat-template a copy that writes the tools before the messages",
-    _REASONING: "give --chat-template a copy that keeps the reasoning, or let the client leave it out from the start",
-    _ARGUMENTS_OF_CALLS: "give --chat-template a copy that writes arguments sent as text as they are",
+    _REASONING: "give --chat-template a copy that keeps the reasoning, or never send reasoning back",
+    _ARGUMENTS_OF_CALLS: "give --chat-template a copy that writes text arguments unchanged",
 }
 
 
 def check_template(template: ChatTemplate) -> list[TemplateCheck]:
-    """The date, two turns, thinking on and off, a tool round, reasoning, tools."""
+    """Runs all checks: date, two turns with thinking on and off, system text, tools, tool calls, reasoning."""
     return [
         _date(template),
         _turns(template, "two turns", {}),
         _turns(template, "two turns, thinking off", {"enable_thinking": False}),
-        _places(template),
+        _system_text(template),
         _tools(template),
         _tool_round(template, "a user message after a tool round", ""),
         _tool_round(template, "a user message after a tool round with reasoning", _THOUGHT),
@@ -89,32 +90,32 @@ _SCHEMA = {
 }
 
 
-def _stop(name: str, first: str, second: str, problem: str) -> TemplateCheck:
-    """``first`` should be the beginning of ``second``."""
-    shared = _common(first, second)
+def _check_extends(name: str, first: str, second: str, problem: str) -> TemplateCheck:
+    """Checks that ``first`` is a prefix of ``second``."""
+    shared = _common_length(first, second)
     if shared == len(first):
         return TemplateCheck(name)
-    low = max(0, shared - _ROOM)
+    low = max(0, shared - _EXCERPT)
     return TemplateCheck(
         name,
         f"{problem}: they share {shared} of {len(first)} characters",
-        first[low : shared + _ROOM],
-        second[low : shared + _ROOM],
+        first[low : shared + _EXCERPT],
+        second[low : shared + _EXCERPT],
     )
 
 
-def _common(first: str, second: str) -> int:
-    """Length of the common beginning."""
+def _common_length(first: str, second: str) -> int:
+    """Returns the length of the common prefix."""
     return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(first, second, strict=False)))
 
 
 def _refused(name: str, error: InvalidRequest) -> TemplateCheck:
-    """What a template refuses breaks no reuse."""
+    """Returns a note: a conversation that the template refuses does not break reuse."""
     return TemplateCheck(name, f"the template refuses this: {error.message}", breaks=False)
 
 
 def _conversation(template: ChatTemplate) -> list[Message]:
-    """With a system text, where the template takes one."""
+    """Returns the test conversation, without the system text if the template refuses one."""
     try:
         template.render(_CONVERSATION)
     except InvalidRequest:
@@ -129,27 +130,27 @@ def _turns(template: ChatTemplate, name: str, kwargs: dict[str, Any]) -> Templat
         second = template.render(messages, kwargs=kwargs)
     except InvalidRequest as error:
         return _refused(name, error)
-    # A model may write its own marks before the answer, so only the prompt itself is compared.
-    check = _stop(name, first, second, "turn two does not extend turn one and its answer")
-    if check.problem and _FIRST in first[: _common(first, second)]:
+    # Models may start the answer with their own special tokens, so only the prompt is compared.
+    check = _check_extends(name, first, second, "turn two does not extend turn one and its answer")
+    if check.problem and _FIRST in first[: _common_length(first, second)]:
         return TemplateCheck(
             name,
-            "what the template writes to begin the answer is not there when the answer is history: "
-            "each turn computes the last answer again",
+            "the template opens an answer with text that it omits once the answer is history: each turn computes the "
+            "last answer again",
             check.before,
             check.after,
         )
     return check
 
 
-def _places(template: ChatTemplate) -> TemplateCheck:
-    name = _PLACE
+def _system_text(template: ChatTemplate) -> TemplateCheck:
+    name = _SYSTEM_TEXT
     try:
         text = template.render(_CONVERSATION)
     except InvalidRequest as error:
         return _refused(name, error)
     if _SYSTEM not in text:
-        return TemplateCheck(name, "the system text does not show")
+        return TemplateCheck(name, "the system text is not in the prompt")
     if text.index(_SYSTEM) > text.find(_FIRST) >= 0:
         return TemplateCheck(name, "the system text is moved to the last user message, so it moves with each turn")
     return TemplateCheck(name)
@@ -162,7 +163,7 @@ def _tools(template: ChatTemplate) -> TemplateCheck:
     except InvalidRequest as error:
         return _refused(name, error)
     if _TOOL not in text:
-        return TemplateCheck(name, "the template drops tools: they do not show in the prompt", breaks=False)
+        return TemplateCheck(name, "the template leaves tools out of the prompt", breaks=False)
     if text.index(_TOOL) > text.find(_FIRST) >= 0:
         return TemplateCheck(name, "tools are moved to the last user message, so they move with each turn")
     return TemplateCheck(name)
@@ -180,7 +181,7 @@ def _tool_round(template: ChatTemplate, name: str, thought: str) -> TemplateChec
     problem = "the prompt is rewritten from the tool call on"
     if thought and thought in shorter and thought not in longer:
         problem = "reasoning is dropped when a user message follows, so the prompt breaks at the tool call"
-    return _stop(name, shorter, longer, problem)
+    return _check_extends(name, shorter, longer, problem)
 
 
 def _reasoning(template: ChatTemplate) -> TemplateCheck:
@@ -207,11 +208,11 @@ def _arguments(template: ChatTemplate) -> TemplateCheck:
         return _refused(name, error)
     if _ARGUMENTS in text:
         return TemplateCheck(name)
-    return TemplateCheck(name, "arguments are written anew, not byte for byte as the model wrote them", breaks=False)
+    return TemplateCheck(name, "arguments are serialized again, not kept as the model wrote them", breaks=False)
 
 
 def _date(template: ChatTemplate) -> TemplateCheck:
-    """The same prompts in the morning, in the evening, on the next day, and years later."""
+    """Renders the same prompts in the morning, in the evening, on the next day, and years later."""
     messages = _conversation(template)
     prompts: tuple[tuple[str, list[Message], list[dict[str, Any]] | None], ...] = (
         ("", messages, None),
@@ -220,12 +221,12 @@ def _date(template: ChatTemplate) -> TemplateCheck:
     )
     for where, messages, tools in prompts:
         try:
-            first = template.at(_MORNING).render(messages, tools=tools)
-            for now, printed, changes in _CLOCKS:
+            first = template.at(_REFERENCE_TIME).render(messages, tools=tools)
+            for now, printed, changes in _OTHER_TIMES:
                 text = template.at(now).render(messages, tools=tools)
-                check = _stop(_THE_DATE, first, text, f"the template prints {printed}{where}: {changes}")
+                check = _check_extends(_THE_DATE, first, text, f"the template prints {printed}{where}: {changes}")
                 if check.problem:
                     return check
         except InvalidRequest:
-            continue  # the other checks say what it refuses
+            continue  # the other checks report what it refuses
     return TemplateCheck(_THE_DATE)

@@ -21,8 +21,8 @@ from anaphora.tools.shared.server_version import version_of
 from anaphora.tools.shared.tokenizer_and_template import load_tokenizer_and_template
 
 _BYTES = {"auto": 2, "bfloat16": 2, "float16": 2, "float32": 4}
-LOOKED_AT = 1000
-"""Requests at the beginning of a log from which the length of the system texts is taken."""
+SAMPLED_REQUESTS = 1000
+"""Requests at the beginning of a log whose system texts are measured."""
 
 
 def check_command_line(command: CommandLine, options: LintOptions) -> tuple[list[FlagWarning], list[str]]:
@@ -34,7 +34,7 @@ def check_command_line(command: CommandLine, options: LintOptions) -> tuple[list
         raise ConfigError(f"--model needs a model folder on this machine, and {options.model} is not one")
     if command.engine in CACHE_OFF_FLAGS:
         flag = CACHE_OFF_FLAGS[command.engine]
-        return list(_turned_off(command)), [f"of {command.engine} only {flag} is judged, no other flag"]
+        return list(_turned_off(command)), [f"for {command.engine} only {flag} is checked, no other flag"]
     notes = []
     if "--config" in command.flags:
         notes.append(f"--config {command.flags['--config']} was not read: give its settings as flags")
@@ -74,13 +74,13 @@ def _turned_off(command: CommandLine) -> Iterator[FlagWarning]:
     """Yields a warning if the cache is off: by another server's flag, or by default in an old version of vLLM."""
     flag = CACHE_OFF_FLAGS.get(command.engine)
     if flag is not None and flag in command.flags:
-        yield FlagWarning(flag, "prefix caching is off: every prompt is computed whole", "leave the flag out")
+        yield FlagWarning(flag, "prefix caching is off: every prompt is computed completely", "leave the flag out")
     version = version_of(command.version)
     if flag is None and version and version < (0, 8, 0) and "--enable-prefix-caching" not in command.flags:
         yield FlagWarning(
             f"version {command.version}",
-            "before 0.8 prefix caching is off by default: every prompt is computed whole",
-            "take a newer version, or, from 0.4 on, add --enable-prefix-caching",
+            "before 0.8 prefix caching is off by default: every prompt is computed completely",
+            "use a newer version, or (from 0.4 on) add --enable-prefix-caching",
         )
 
 
@@ -103,12 +103,12 @@ def _template(command: CommandLine, options: LintOptions, notes: list[str]) -> C
         try:
             return load_template(named or str(folder))
         except AnaphoraError as error:
-            notes.append(f"the chat template was not looked at: {error.message}")
+            notes.append(f"the chat template was not checked: {error.message}")
             return None
     if command.model is None and command.engine == "anaphora":
         return ChatTemplate(default_template(), {})
     what = f"that of {command.model} is not on this machine" if command.model else "no model is named"
-    notes.append(f"the chat template was not looked at: {what}; give --chat-template FILE or --model FOLDER")
+    notes.append(f"the chat template was not checked: {what}; give --chat-template FILE or --model FOLDER")
     return None
 
 
@@ -145,9 +145,9 @@ def _prompt_statistics(options: LintOptions) -> tuple[int | None, float]:
         requests += 1
         with_logprobs += logged.body.get("prompt_logprobs") is not None
         text = next((m["content"] for m in logged.messages[:1] if m.get("role") in ("system", "developer")), None)
-        if isinstance(text, str) and len(lengths) < LOOKED_AT:
+        if isinstance(text, str) and len(lengths) < SAMPLED_REQUESTS:
             if text not in known:
                 known[text] = len(tokenizer.encode(text, add_special_tokens=False))
             lengths.append(known[text])
-    usual = int(median(lengths)) if len(lengths) * 2 > min(requests, LOOKED_AT) else None
+    usual = int(median(lengths)) if len(lengths) * 2 > min(requests, SAMPLED_REQUESTS) else None
     return usual, with_logprobs / requests if requests else 0.0
