@@ -23,7 +23,7 @@ from typing import Any
 
 import psutil
 
-from anaphora.tools.bench.servers import OwnServer
+from anaphora.tools.bench.own_server import OwnServer
 from anaphora.tools.shared.machine import commit, machine, versions
 
 Row = dict[str, Any]

@@ -10,14 +10,14 @@ import pytest
 from rich.console import Console
 
 from anaphora.errors import AnaphoraError
-from anaphora.tools.bench.client import Sample, Server
+from anaphora.tools.bench.client import RequestResult, Server
 from anaphora.tools.demo import SHAPE, bar, summary, tell
 from tests.tools.fake_server import Fake, serving, words
 from tests.tools.shared.test_simulate import simulate
 
 
-def told(fake: Fake) -> tuple[list[Sample], str]:
-    async def run() -> list[Sample]:
+def told(fake: Fake) -> tuple[list[RequestResult], str]:
+    async def run() -> list[RequestResult]:
         server = Server(fake.url)
         try:
             await server.connect()
@@ -33,24 +33,24 @@ def told(fake: Fake) -> tuple[list[Sample], str]:
 
 def test_cold_hit_id_in_front_and_id_at_the_end() -> None:
     fake = Fake()
-    samples, page = told(fake)
+    results, page = told(fake)
     prompts = [body["prompt"] for body in fake.seen[1:]]
     expected = simulate([words(prompt) for prompt in prompts])
-    assert [sample.cached_tokens for sample in samples] == expected
+    assert [result.cached_tokens for result in results] == expected
     assert expected[0] == expected[2] == 0
     assert min(expected[1], expected[3]) >= SHAPE.shared - 32
     assert prompts[2].startswith("[Request ID: ")
     assert re.search(r"\n\[Request ID: [0-9a-f]{16}\]$", prompts[3])
     for prompt, cached in zip(prompts, expected, strict=True):
         assert f"{cached:,} cached, {len(words(prompt)) - cached:,} computed" in page
-    assert "an id in front threw that away" in summary(samples)
+    assert "an id in front threw that away" in summary(results)
 
 
 def test_the_bar_is_to_scale() -> None:
-    samples, _ = told(Fake())
-    cells = bar(samples[1])
+    results, _ = told(Fake())
+    cells = bar(results[1])
     spans = {str(span.style): span.end - span.start for span in cells.spans}
-    share = (samples[1].cached_tokens or 0) / (samples[1].prompt_tokens or 1)
+    share = (results[1].cached_tokens or 0) / (results[1].prompt_tokens or 1)
     assert spans["green"] / (spans["green"] + spans["red"]) == pytest.approx(share, abs=0.02)
 
 

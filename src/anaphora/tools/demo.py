@@ -13,10 +13,10 @@ from rich.live import Live
 from rich.text import Text
 
 from anaphora.errors import AnaphoraError
-from anaphora.tools.bench.client import Planned, Sample, Server
+from anaphora.tools.bench.client import PlannedRequest, RequestResult, Server
 from anaphora.tools.bench.figures import ttft
-from anaphora.tools.bench.servers import OwnServer, end_on_terminate
-from anaphora.tools.bench.workloads import Maker, Shape
+from anaphora.tools.bench.own_server import OwnServer, end_on_terminate
+from anaphora.tools.bench.workloads import SessionMaker, Shape
 
 SHAPE = Shape(shared=2300, own=120, out=40)
 BAR_WIDTH = 48
@@ -49,9 +49,9 @@ STEPS: tuple[tuple[str, str, Callable[[str], str]], ...] = (
 )
 
 
-def bar(sample: Sample) -> Text:
+def bar(result: RequestResult) -> Text:
     """Cached and computed tokens of a prompt, to scale."""
-    total, cached = sample.prompt_tokens or 0, sample.cached_tokens or 0
+    total, cached = result.prompt_tokens or 0, result.cached_tokens or 0
     filled = round(BAR_WIDTH * cached / total) if total else 0
     return Text.assemble(
         ("█" * filled, CACHED),
@@ -60,7 +60,7 @@ def bar(sample: Sample) -> Text:
     )
 
 
-async def ask(server: Server, console: Console, prompt: str) -> Sample:
+async def ask(server: Server, console: Console, prompt: str) -> RequestResult:
     """Send it; the answer shows as it comes, behind a clock that runs to the first token and stops there."""
     begun, written = time.perf_counter(), ""
     first: float | None = None
@@ -70,39 +70,39 @@ async def ask(server: Server, console: Console, prompt: str) -> Sample:
         clock = f"   {seconds:.1f} s  " if first is None else f"   {seconds:.2f} s  "
         return Text.assemble((clock, "bold"), (" ".join(written.split()), "dim"), no_wrap=True, overflow="ellipsis")
 
-    def heard(text: str) -> None:
+    def on_text(text: str) -> None:
         nonlocal first, written
         first = time.perf_counter() - begun if first is None else first
         written += text
 
     with Live(get_renderable=shown, console=console, refresh_per_second=10, transient=True):
-        return await server.send(Planned({"prompt": prompt}, SHAPE.out), heard=heard)
+        return await server.send(PlannedRequest({"prompt": prompt}, SHAPE.out), on_text=on_text)
 
 
-async def tell(server: Server, console: Console) -> list[Sample]:
+async def tell(server: Server, console: Console) -> list[RequestResult]:
     """Send the four requests, one after the other, and print each as it went. Raises AnaphoraError where one fails."""
     with console.status(f"writing {len(STEPS)} prompts …"):
-        sessions = await Maker(server, SHAPE, secrets.token_hex(4)).sessions(len(STEPS), lambda made: None)
+        sessions = await SessionMaker(server, SHAPE, secrets.token_hex(4)).sessions(len(STEPS), lambda made: None)
     console.print(
         f"A system prompt of about {SHAPE.shared:,} tokens and a question of {SHAPE.own} for {server.model}.\n"
     )
-    samples = []
+    results = []
     for number, ((name, story, change), session) in enumerate(zip(STEPS, sessions, strict=True), 1):
         console.print(f"[bold]{number}. {name}[/bold]: {story}", highlight=False)
         # As plain text: a chat template would put its own first tokens, which are always the same, before the id.
         prompt = "\n\n".join(message["content"] for message in session.requests[0].body["messages"])
-        sample = await ask(server, console, change(prompt))
-        seconds = ttft(sample)
-        if sample.error or seconds is None:
-            raise AnaphoraError(f"the server failed the request: {sample.error or 'it sent no text'}")
-        console.print(bar(sample))
+        result = await ask(server, console, change(prompt))
+        seconds = ttft(result)
+        if result.error or seconds is None:
+            raise AnaphoraError(f"the server failed the request: {result.error or 'it sent no text'}")
+        console.print(bar(result))
         console.print(f"   first token after [bold]{seconds:.2f} s[/bold]\n", highlight=False)
-        samples.append(sample)
-    return samples
+        results.append(result)
+    return results
 
 
-def summary(samples: list[Sample]) -> str:
-    cold, hit, front, end = (ttft(sample) or 0.0 for sample in samples)
+def summary(results: list[RequestResult]) -> str:
+    cold, hit, front, end = (ttft(result) or 0.0 for result in results)
     return (
         f"One model, one server, the same words. From the cache the first token came {cold / hit:.0f} times sooner; "
         f"an id in front threw that away ({front:.2f} s), at the end it cost nothing ({end:.2f} s)."
@@ -119,12 +119,12 @@ async def run(console: Console) -> None:
         server = Server(own.url)
         try:
             await server.connect()
-            samples = await tell(server, console)
+            results = await tell(server, console)
         finally:
             await server.close()
     finally:
         own.stop()
-    console.print(f"{summary(samples)}\nThe A/B with hours and prices: make bench", highlight=False)
+    console.print(f"{summary(results)}\nThe A/B with hours and prices: make bench", highlight=False)
 
 
 def main() -> int:

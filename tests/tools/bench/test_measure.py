@@ -15,8 +15,7 @@ from rich.console import Console
 
 from anaphora.errors import AnaphoraError, ConfigError
 from anaphora.tools.bench import BenchOptions, run
-from anaphora.tools.bench.bars import UNKNOWN_LENGTH, Sending, bars
-from anaphora.tools.bench.client import Planned, Sample, Server, read_counters, read_stream
+from anaphora.tools.bench.client import PlannedRequest, RequestResult, Server, read_counters, read_stream
 from anaphora.tools.bench.figures import (
     Load,
     Round,
@@ -27,6 +26,7 @@ from anaphora.tools.bench.figures import (
     peak_in_flight,
     ttft,
 )
+from anaphora.tools.bench.progress import UNKNOWN_LENGTH, RequestProgress, progress_bars
 from anaphora.tools.bench.workloads import Session
 from tests.tools.fake_server import MODEL, Fake, event, render, serving, words
 from tests.tools.shared.test_simulate import simulate
@@ -49,8 +49,8 @@ def compare(tmp_path: Path, off: Fake, on: Fake, **options: Any) -> tuple[dict[s
         return measure(tmp_path, off_url=off.url, on_url=on.url, **options)
 
 
-def send(fake: Fake, planned: Planned) -> Sample:
-    async def once() -> Sample:
+def send(fake: Fake, planned: PlannedRequest) -> RequestResult:
+    async def once() -> RequestResult:
         server = Server(fake.url)
         try:
             await server.connect()
@@ -242,13 +242,13 @@ def test_the_role_event_is_not_the_first_token() -> None:
             yield event(content).encode()
         yield b"data: [DONE]\n\n"
 
-    sample, heard = Sample(Planned(CHAT, out=4), started=0.5), list[str]()
-    asyncio.run(read_stream(chunks(), sample, heard.append, clock=lambda: now))
-    assert sample.error is None
-    assert ttft(sample) == 2.5
-    assert itl(sample) == 1.0
+    result, heard = RequestResult(PlannedRequest(CHAT, out=4), started=0.5), list[str]()
+    asyncio.run(read_stream(chunks(), result, heard.append, clock=lambda: now))
+    assert result.error is None
+    assert ttft(result) == 2.5
+    assert itl(result) == 1.0
     assert heard == ["a", "b", "c", "d"]
-    assert (sample.prompt_tokens, sample.output_tokens, sample.pieces) == (7, 4, 4)
+    assert (result.prompt_tokens, result.output_tokens, result.content_events) == (7, 4, 4)
 
 
 @pytest.mark.parametrize(
@@ -264,9 +264,9 @@ def test_streams_that_fail_say_how(stream: bytes, error: str) -> None:
     async def chunks() -> AsyncIterator[bytes]:
         yield stream
 
-    sample = Sample(Planned(CHAT, out=4), started=0.0)
-    asyncio.run(read_stream(chunks(), sample, None))
-    assert error in (sample.error or "")
+    result = RequestResult(PlannedRequest(CHAT, out=4), started=0.0)
+    asyncio.run(read_stream(chunks(), result, None))
+    assert error in (result.error or "")
 
 
 @pytest.mark.parametrize("rounds", [1, 2])
@@ -296,19 +296,19 @@ def test_bars_count_tokens_and_name_what_is_known_of_the_servers(tmp_path: Path)
     assert options.names == {"off": "off URL", "on": "on URL"}
     assert BenchOptions(**SMALL, url="http://a").names == {"on": "server"}
     assert BenchOptions(**SMALL).names == {"off": "cache off", "on": "cache on"}
-    planned = [Planned(CHAT, out=10), Planned(CHAT, out=None)]
-    progress = bars(Console(file=io.StringIO()))
-    sending = Sending(progress, "round 1", [Session(tuple(planned), burst=0)])
+    planned = [PlannedRequest(CHAT, out=10), PlannedRequest(CHAT, out=None)]
+    progress = progress_bars(Console(file=io.StringIO()))
+    sending = RequestProgress(progress, "round 1", [Session(tuple(planned), burst=0)])
     (task,) = progress.tasks
     assert (task.total, task.fields["count"]) == (10 + UNKNOWN_LENGTH, "0/2 requests")
     for _ in range(7):
-        sending.heard("word")
+        sending.on_text("word")
     assert task.completed == 7
-    sending.done(Sample(planned[0], 0.0, pieces=7))
+    sending.on_end(RequestResult(planned[0], 0.0, content_events=7))
     assert (task.completed, task.fields["count"]) == (10, "1/2 requests")
     for _ in range(UNKNOWN_LENGTH + 20):
-        sending.heard("word")
-    sending.done(Sample(planned[1], 0.0, pieces=UNKNOWN_LENGTH + 20))
+        sending.on_text("word")
+    sending.on_end(RequestResult(planned[1], 0.0, content_events=UNKNOWN_LENGTH + 20))
     assert task.completed == task.total
 
 
@@ -325,8 +325,8 @@ def test_pages_say_of_servers_at_urls_only_what_is_known(tmp_path: Path) -> None
 
 
 def test_completions_are_followed_too() -> None:
-    sample = send(Fake(), Planned({"prompt": "Once upon a time"}, out=4))
-    assert (sample.error, sample.prompt_tokens, sample.output_tokens) == (None, len(words("Once upon a time")), 4)
+    result = send(Fake(), PlannedRequest({"prompt": "Once upon a time"}, out=4))
+    assert (result.error, result.prompt_tokens, result.output_tokens) == (None, len(words("Once upon a time")), 4)
 
 
 def test_an_answer_without_text_has_no_first_token(tmp_path: Path) -> None:
@@ -394,12 +394,12 @@ def test_a_wrong_key_a_dead_address_and_a_failing_server_are_told_apart(tmp_path
         measure(tmp_path, url=fake.url)
 
 
-def sample(started: float, first: float, ended: float, tokens: int = 3, prompt: int = 100) -> Sample:
-    return Sample(Planned(CHAT, tokens), started, first, ended, ended, tokens, prompt, tokens, 0)
+def result(started: float, first: float, ended: float, tokens: int = 3, prompt: int = 100) -> RequestResult:
+    return RequestResult(PlannedRequest(CHAT, tokens), started, first, ended, ended, tokens, prompt, tokens, 0)
 
 
 def test_figures_of_a_round_by_hand() -> None:
-    seen = Round([sample(0, 1, 3), sample(0, 2, 4), sample(6, 7, 9, tokens=5)], prefills=[0.5, 1.0, 1.5])
+    seen = Round([result(0, 1, 3), result(0, 2, 4), result(6, 7, 9, tokens=5)], prefills=[0.5, 1.0, 1.5])
     found = figures_of(seen, Load(requests_per_day=200_000, hour_price=3.0))
     assert found["requests_per_s"] == pytest.approx(3 / 9)
     assert found["output_tokens_per_s"] == pytest.approx(11 / 9)
@@ -412,8 +412,8 @@ def test_figures_of_a_round_by_hand() -> None:
     assert found["busy_share"] == pytest.approx(7 / 9)
     assert found["gpu_hours_per_100k"] == pytest.approx(100_000 / 3 * 7 / 3600)
     assert found["busy_hours_per_day"] == pytest.approx(200_000 / 3 * 7 / 3600)
-    assert peak_in_flight(seen.samples) == 2
-    assert busy_seconds(seen.samples) == 7
+    assert peak_in_flight(seen.results) == 2
+    assert busy_seconds(seen.results) == 7
 
 
 def test_medians_and_spread_pass_over_what_is_unknown() -> None:
@@ -441,6 +441,6 @@ def test_counters_are_summed_over_engines_and_former_names_are_known() -> None:
 def test_the_median_prefill_is_taken_from_the_histogram() -> None:
     lines = ['vllm:request_prefill_time_seconds_bucket{le="%s"} %d']
     page = "\n".join(lines[0] % pair for pair in [("0.5", 2), ("1.0", 6), ("2.0", 8), ("+Inf", 8)])
-    seen = Round([sample(0, 1, 2)], read_counters(""), read_counters(page + "\n"))
+    seen = Round([result(0, 1, 2)], read_counters(""), read_counters(page + "\n"))
     # The fourth of eight lies halfway through the four of the bucket from 0.5 to 1 second.
     assert figures_of(seen, Load(1))["prefill_p50_s"] == pytest.approx(0.75)

@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 import pytest
 
 from anaphora.errors import ConfigError
-from anaphora.tools.bench import BenchOptions, fleet, run
+from anaphora.tools.bench import BenchOptions, run, servers
 from anaphora.tools.bench.replay import read_airline, read_log
 from tests.tools.fake_server import Fake, render, serving
 
@@ -119,7 +119,7 @@ def test_a_bad_log_is_told_before_a_server_is_started(
         raise AssertionError("a server was started")
 
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(fleet, "OwnServer", start)
+    monkeypatch.setattr(servers, "OwnServer", start)
     Path("bad.jsonl").write_text('{"messages": [{"role": "user", "content": "x"}]}\nnonsense\n')
     with pytest.raises(ConfigError, match=r"absent\.jsonl|bad\.jsonl, line 2|--data"):
         run(BenchOptions(**options))

@@ -10,12 +10,12 @@ from collections.abc import Iterator
 import pytest
 
 from anaphora.errors import ConfigError
-from anaphora.tools.bench.client import Planned, Server
-from anaphora.tools.bench.lengths import estimate, fit
-from anaphora.tools.bench.load import arrivals
+from anaphora.tools.bench.client import PlannedRequest, Server
+from anaphora.tools.bench.exact_lengths import estimate, fit
+from anaphora.tools.bench.load_generator import arrivals
 from anaphora.tools.bench.options import WORKLOADS, BenchOptions
-from anaphora.tools.bench.texts import Writer
-from anaphora.tools.bench.workloads import SHAPES, Maker, Session, deal, shape_of
+from anaphora.tools.bench.prompt_texts import Writer
+from anaphora.tools.bench.workloads import SHAPES, Session, SessionMaker, deal, shape_of
 from tests.tools.fake_server import Fake, render, serving, words
 from tests.tools.shared.test_simulate import simulate
 
@@ -32,14 +32,14 @@ def make(url: str, requests: int, seed: str = "7/0", **options: object) -> list[
         try:
             await server.connect()
             shape = shape_of(BenchOptions(**options))  # type: ignore[arg-type]
-            return await Maker(server, shape, seed).sessions(requests, lambda count: None)
+            return await SessionMaker(server, shape, seed).sessions(requests, lambda count: None)
         finally:
             await server.close()
 
     return asyncio.run(run())
 
 
-def flat(sessions: list[Session]) -> list[Planned]:
+def flat(sessions: list[Session]) -> list[PlannedRequest]:
     return [planned for session in sessions for planned in session.requests]
 
 
@@ -161,7 +161,7 @@ def test_texts_have_no_open_slots_and_do_not_end() -> None:
 
 
 def test_open_loop_arrivals_have_the_rate_and_keep_bursts_together() -> None:
-    planned = Planned({"prompt": "x"}, 1)
+    planned = PlannedRequest({"prompt": "x"}, 1)
     sessions = [Session((planned,) * 3, burst=number // 2) for number in range(4000)]
     placed = arrivals(sessions, rate=12.0, seed="s")
     assert all(a.at == b.at for a, b in zip(placed[::2], placed[1::2], strict=True))

@@ -1,4 +1,4 @@
-"""One OpenAI-compatible server as a client sees it: send a request and time it, count tokens, read its counters."""
+"""Client of an OpenAI-compatible server: sends and times requests, counts tokens, reads /metrics."""
 
 from __future__ import annotations
 
@@ -20,14 +20,16 @@ _PREFILL = "vllm:request_prefill_time_seconds"
 WARM_UP = "Name three rivers of Europe, and say in one sentence through which countries each of them flows."
 
 
-Heard = Callable[[str], None]
+OnText = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True)
-class Planned:
-    """A request to send. ``body`` has messages or prompt; ``tokens`` are the prompt's, where they could be counted.
+class PlannedRequest:
+    """A request to send.
 
-    ``wanted`` is the prompt length that was asked for. ``fixed`` asks for exactly ``out`` tokens of answer.
+    ``body`` has ``messages`` or ``prompt``. ``out`` is the most tokens of the answer (None: the body decides); with
+    ``fixed`` the answer has exactly as many. ``wanted`` is the prompt length asked for, ``tokens`` are the prompt's
+    token ids; both None if unknown.
     """
 
     body: dict[str, Any]
@@ -38,19 +40,23 @@ class Planned:
 
     @property
     def path(self) -> str:
+        """Route that the body belongs to."""
         return "/v1/chat/completions" if "messages" in self.body else "/v1/completions"
 
 
 @dataclass(slots=True)
-class Sample:
-    """One request as it went. Times are time.perf_counter(); None where there was no such event."""
+class RequestResult:
+    """What happened to one request. Times are time.perf_counter(); None if there was no such event.
 
-    planned: Planned
+    ``content_events`` counts the events that carried text. ``cached_tokens`` are those that the server reported.
+    """
+
+    request: PlannedRequest
     started: float
-    first: float | None = None
-    last: float | None = None
+    first_token: float | None = None
+    last_token: float | None = None
     ended: float = 0.0
-    pieces: int = 0
+    content_events: int = 0
     prompt_tokens: int | None = None
     output_tokens: int | None = None
     cached_tokens: int | None = None
@@ -59,7 +65,7 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class Counters:
-    """Sums from /metrics; None where the server has no such counter. ``prefill_buckets``: upper bound to count."""
+    """Sums from /metrics; None if the server has no such counter. ``prefill_buckets``: upper bound to count."""
 
     queries: float | None
     hits: float | None
@@ -69,7 +75,7 @@ class Counters:
 
 
 def read_counters(text: str) -> Counters:
-    """Sums over all label sets (several engines) of a Prometheus page, under the names of any known server."""
+    """Returns sums over all label sets (engines) of a /metrics page, under the names of any known server."""
     growth = Growth(parse(text))
     looked = hits(growth)
     return Counters(
@@ -82,8 +88,8 @@ def read_counters(text: str) -> Counters:
 
 
 @dataclass(slots=True)
-class Abilities:
-    """What the server takes beyond OpenAI's fields, tried at the warm-up."""
+class Capabilities:
+    """What the server accepts beyond OpenAI's API, as tried at the warm-up."""
 
     ignore_eos: bool = True
     salt: bool = True
@@ -92,14 +98,14 @@ class Abilities:
 
 
 class Server:
-    """A server under measurement. Close it, or use it as an async context manager."""
+    """The server to measure. Call ``connect`` first and ``close`` at the end."""
 
     def __init__(self, url: str, model: str | None = None, api_key: str | None = None) -> None:
         self.url = parse_server_url(url)
         self.model = model
         self.window: int | None = None
         self.version: str | None = None
-        self.can = Abilities()
+        self.capabilities = Capabilities()
         self._http = httpx.AsyncClient(
             base_url=self.url,
             timeout=TIMEOUT,
@@ -109,10 +115,14 @@ class Server:
         )
 
     async def close(self) -> None:
+        """Closes all connections."""
         await self._http.aclose()
 
     async def connect(self) -> None:
-        """Learn model name, window and version, and warm the server up with one unrelated request."""
+        """Finds out model name, window and version, and warms the server up with one unrelated request.
+
+        Raises ConfigError if no server answers or it refuses the key, AnaphoraError if it fails the request.
+        """
         try:
             response = await self._http.get("/v1/models")
         except httpx.HTTPError as error:
@@ -123,7 +133,7 @@ class Server:
             raise ConfigError(f"{self.url} refuses the key (HTTP {response.status_code}): give the right --api-key")
         self._learn(response)
         self.version = await self._read_version()
-        self.can.tokenize = await self.tokenize({"prompt": WARM_UP}) is not None
+        self.capabilities.tokenize = await self.tokenize({"prompt": WARM_UP}) is not None
         await self._warm_up()
 
     def _learn(self, response: httpx.Response) -> None:
@@ -147,22 +157,22 @@ class Server:
             return None
 
     async def _warm_up(self) -> None:
-        """Also finds out which fields the server refuses: asked first with all, then with fewer."""
-        planned = Planned({"messages": [{"role": "user", "content": WARM_UP}]}, out=4)
-        sample = await self.send(planned, salt="warm-up")
-        if sample.error and sample.error.startswith("HTTP 4"):
-            self.can.salt = False
-            sample = await self.send(planned)
-        if sample.error and sample.error.startswith("HTTP 4"):
-            self.can.ignore_eos = False
-            self.can.notes.append("the server refuses ignore_eos, so answers may be shorter than asked for")
-            sample = await self.send(planned)
-        if sample.error:
-            raise AnaphoraError(f"{self.url} fails a first short request: {sample.error}")
+        """Finds out which fields the server refuses: the first request has all of them, the next ones fewer."""
+        planned = PlannedRequest({"messages": [{"role": "user", "content": WARM_UP}]}, out=4)
+        result = await self.send(planned, salt="warm-up")
+        if result.error and result.error.startswith("HTTP 4"):
+            self.capabilities.salt = False
+            result = await self.send(planned)
+        if result.error and result.error.startswith("HTTP 4"):
+            self.capabilities.ignore_eos = False
+            self.capabilities.notes.append("the server refuses ignore_eos, so answers may be shorter than asked for")
+            result = await self.send(planned)
+        if result.error:
+            raise AnaphoraError(f"{self.url} fails a first short request: {result.error}")
 
     async def tokenize(self, body: dict[str, Any]) -> tuple[int, ...] | None:
-        """Token ids of a prompt or of rendered messages; None where the server cannot tell."""
-        if not self.can.tokenize:
+        """Returns the token ids of a prompt or of rendered messages; None if the server has no /tokenize."""
+        if not self.capabilities.tokenize:
             return None
         keep = ("messages", "prompt", "tools", "chat_template_kwargs")
         content = {key: body[key] for key in keep if body.get(key) is not None}
@@ -174,51 +184,60 @@ class Server:
         return None if tokens is None else tuple(tokens)
 
     async def counters(self) -> Counters | None:
+        """Returns the sums of /metrics; None if the server has none."""
         try:
             response = await self._http.get("/metrics")
             return read_counters(response.text) if response.is_success else None
         except (httpx.HTTPError, ValueError):
             return None
 
-    async def send(self, planned: Planned, salt: str | None = None, heard: Heard | None = None) -> Sample:
-        """Stream one answer; ``heard`` gets each piece of it. What goes wrong is in ``error``; nothing is raised."""
+    async def send(
+        self, planned: PlannedRequest, salt: str | None = None, on_text: OnText | None = None
+    ) -> RequestResult:
+        """Sends a request and streams its answer; ``on_text`` is called with each piece of text.
+
+        Failures are in the result's ``error``; nothing is raised.
+        """
         body = self._complete(planned, salt)
-        sample = Sample(planned, started=time.perf_counter())
+        result = RequestResult(planned, started=time.perf_counter())
         try:
             async with self._http.stream("POST", planned.path, json=body) as response:
                 if response.is_success:
-                    await read_stream(response.aiter_bytes(), sample, heard)
+                    await read_stream(response.aiter_bytes(), result, on_text)
                 else:
-                    sample.error = (
+                    result.error = (
                         f"HTTP {response.status_code}: {(await response.aread()).decode(errors='replace'):.300}"
                     )
         except httpx.HTTPError as error:
-            sample.error = describe(error)
-        sample.ended = time.perf_counter()
-        return sample
+            result.error = describe(error)
+        result.ended = time.perf_counter()
+        return result
 
-    def _complete(self, planned: Planned, salt: str | None) -> dict[str, Any]:
+    def _complete(self, planned: PlannedRequest, salt: str | None) -> dict[str, Any]:
         body = planned.body | {"model": self.model, "stream": True, "stream_options": {"include_usage": True}}
         body |= {"temperature": 0}
         if planned.out is not None:
             body.pop("max_completion_tokens", None)
             body["max_tokens"] = planned.out
-            if planned.fixed and self.can.ignore_eos:
+            if planned.fixed and self.capabilities.ignore_eos:
                 body["ignore_eos"] = True
-        if salt is not None and self.can.salt:
+        if salt is not None and self.capabilities.salt:
             body["cache_salt"] = f"{salt}/{own}" if (own := planned.body.get("cache_salt")) else salt
         return body
 
 
 def describe(error: Exception) -> str:
-    """Class and message of an exception, as httpx often has only one of them."""
+    """Returns class and message of an exception; httpx's often have no message."""
     return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
 
 
 async def read_stream(
-    chunks: AsyncIterator[bytes], sample: Sample, heard: Heard | None, clock: Callable[[], float] = time.perf_counter
+    chunks: AsyncIterator[bytes],
+    result: RequestResult,
+    on_text: OnText | None,
+    clock: Callable[[], float] = time.perf_counter,
 ) -> None:
-    """Reads the server-sent events of one answer into ``sample``, and calls ``heard`` with each piece of its text.
+    """Reads the server-sent events of one answer into ``result``, and calls ``on_text`` with each piece of its text.
 
     The first token is the first event that carries content. Stops at an error.
     """
@@ -227,45 +246,45 @@ async def read_stream(
     async for chunk in chunks:
         now = clock()
         for data in parser.feed(chunk):
-            ended = _read_event(data, sample, heard, now) or ended
-        if sample.error:
+            ended = _read_event(data, result, on_text, now) or ended
+        if result.error:
             return
     for data in parser.close():
-        ended = _read_event(data, sample, heard, clock()) or ended
+        ended = _read_event(data, result, on_text, clock()) or ended
     if not ended:
-        sample.error = sample.error or "the stream ended without a finish reason"
+        result.error = result.error or "the stream ended without a finish reason"
 
 
-def _read_event(data: bytes, sample: Sample, heard: Heard | None, now: float) -> bool:
+def _read_event(data: bytes, result: RequestResult, on_text: OnText | None, now: float) -> bool:
     """Returns whether the answer ended with this event, which arrived at ``now``."""
     if data == b"[DONE]":
         return True
     try:
         event = msgspec.json.decode(data)
     except msgspec.DecodeError:
-        sample.error = f"the server sent what is not JSON: {data.decode(errors='replace'):.100}"
+        result.error = f"the server sent what is not JSON: {data.decode(errors='replace'):.100}"
         return False
     if event.get("error"):
-        sample.error = f"the server broke off: {event['error']!s:.300}"
+        result.error = f"the server broke off: {event['error']!s:.300}"
         return False
-    _read_usage(event.get("usage"), sample)
+    _read_usage(event.get("usage"), result)
     ended = False
     for choice in event.get("choices") or ():
         if content := _content(choice):
-            sample.first = sample.first or now
-            sample.last = now
-            sample.pieces += 1
-            if heard is not None:
-                heard(content)
+            result.first_token = result.first_token or now
+            result.last_token = now
+            result.content_events += 1
+            if on_text is not None:
+                on_text(content)
         if choice.get("finish_reason") is not None:
-            ended, sample.last = True, now
+            ended, result.last_token = True, now
             if choice["finish_reason"] in ("error", "abort"):
-                sample.error = f"the answer ended with {choice['finish_reason']}"
+                result.error = f"the answer ended with {choice['finish_reason']}"
     return ended
 
 
 def _content(choice: dict[str, Any]) -> str:
-    """What an event adds to the answer: its text, or the tool calls as they stand there."""
+    """Returns what an event adds to the answer: its text, or its tool calls as text."""
     delta = choice.get("delta") or {}
     fields = (
         choice.get("text"),
@@ -274,13 +293,13 @@ def _content(choice: dict[str, Any]) -> str:
     return next((str(field) for field in fields if field), "")
 
 
-def _read_usage(usage: dict[str, Any] | None, sample: Sample) -> None:
-    """The last usage counts; a field that a later one lacks is kept."""
+def _read_usage(usage: dict[str, Any] | None, result: RequestResult) -> None:
+    """Takes the latest usage; fields missing in it keep their earlier values."""
     if not usage:
         return
     for name, key in (("prompt_tokens", "prompt_tokens"), ("output_tokens", "completion_tokens")):
         if usage.get(key) is not None:
-            setattr(sample, name, usage[key])
+            setattr(result, name, usage[key])
     details = usage.get("prompt_tokens_details") or {}
     if details.get("cached_tokens") is not None:
-        sample.cached_tokens = details["cached_tokens"]
+        result.cached_tokens = details["cached_tokens"]

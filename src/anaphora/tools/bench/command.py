@@ -10,15 +10,15 @@ import msgspec
 from rich.console import Console
 
 from anaphora.errors import ConfigError
-from anaphora.tools.bench import load, replay, workloads
-from anaphora.tools.bench.bars import Making, Sending, bars
+from anaphora.tools.bench import load_generator, replay, workloads
 from anaphora.tools.bench.client import Server
 from anaphora.tools.bench.figures import Round
-from anaphora.tools.bench.fleet import Fleet
 from anaphora.tools.bench.options import BenchOptions
+from anaphora.tools.bench.own_server import end_on_terminate
 from anaphora.tools.bench.page import render_page
+from anaphora.tools.bench.progress import PromptProgress, RequestProgress, progress_bars
 from anaphora.tools.bench.report import Report, print_report
-from anaphora.tools.bench.servers import end_on_terminate
+from anaphora.tools.bench.servers import Servers
 from anaphora.tools.bench.workloads import Session
 
 try:
@@ -60,7 +60,7 @@ class Run:
     def __init__(self, options: BenchOptions) -> None:
         self.options = options
         self.console = Console(stderr=True)
-        self.fleet = Fleet(options, self.say)
+        self.servers = Servers(options, self.say)
         seed = options.seed if options.seed is not None else (int(time.time()) if options.remote else 0)
         self.report = Report(options, seed)
         self._started = time.monotonic()
@@ -73,12 +73,12 @@ class Run:
         if self.options.replay:
             self._recorded(None)  # what is wrong with the log is told before a server is started
         try:
-            with bars(self.console) as self.progress:
+            with progress_bars(self.console) as self.progress:
                 await self._rounds()
                 for concurrency in self.options.sweep:
                     await self._sweep(concurrency)
         finally:
-            await self.fleet.close()
+            await self.servers.close()
         return self.report
 
     async def _rounds(self) -> None:
@@ -103,8 +103,8 @@ class Run:
 
     async def _round(self, title: str, number: int) -> None:
         """The same requests to every side, the order turned round each time."""
-        sides = self.fleet.sides if number % 2 == 0 else self.fleet.sides[::-1]
-        sessions = await self._sessions(await self.fleet.get(sides[0]), title, f"{self.report.seed}/{number}")
+        sides = self.servers.sides if number % 2 == 0 else self.servers.sides[::-1]
+        sessions = await self._sessions(await self.servers.get(sides[0]), title, f"{self.report.seed}/{number}")
         for side in sides:
             seen = await self._send(side, title, sessions, self.options.concurrency)
             self.report.rounds[side].append(seen)
@@ -112,9 +112,9 @@ class Run:
     async def _sweep(self, concurrency: int) -> None:
         title = f"concurrency {concurrency}"
         count = max(2 * concurrency, self.options.requests or DEFAULT_REQUESTS)
-        server = await self.fleet.get(self.fleet.sides[0])
+        server = await self.servers.get(self.servers.sides[0])
         sessions = await self._sessions(server, title, f"{self.report.seed}/sweep {concurrency}", count)
-        for side in self.fleet.sides:
+        for side in self.servers.sides:
             seen = await self._send(side, title, sessions, concurrency)
             self.report.sweep.setdefault(concurrency, {})[side] = seen
 
@@ -128,10 +128,10 @@ class Run:
             if not sessions:
                 raise ConfigError(f"no request of the log fits the server's window of {server.window} tokens")
         else:
-            making = Making(self.progress, f"{title}: prompts", wanted)
-            maker = workloads.Maker(server, workloads.shape_of(options), seed)
+            making = PromptProgress(self.progress, f"{title}: prompts", wanted)
+            maker = workloads.SessionMaker(server, workloads.shape_of(options), seed)
             sessions = await maker.sessions(wanted, making.made)
-        return load.arrivals(sessions, options.rate, seed) if options.rate else sessions
+        return load_generator.arrivals(sessions, options.rate, seed) if options.rate else sessions
 
     def _recorded(self, count: int | None) -> list[Session]:
         """The requests of the log, at most ``count``."""
@@ -141,16 +141,16 @@ class Run:
         return replay.read_log(options.log, options.out, options.timing)[: count or options.requests]
 
     async def _send(self, side: str, title: str, sessions: list[Session], concurrency: int) -> Round:
-        server, own = await self.fleet.get(side), self.fleet.own.get(side)
+        server, own = await self.servers.get(side), self.servers.own.get(side)
         self.report.learn(server, side)
-        watch = Sending(self.progress, f"{title}: {self.options.names[side]}", sessions)
+        observer = RequestProgress(self.progress, f"{title}: {self.options.names[side]}", sessions)
         salt = f"bench-{self.report.seed}-{title}" if self.options.replay else None
         recorded = len(own.prefill_times()) if own else 0
         before = await server.counters()
         if self.options.rate or self.options.timing:
-            samples = await load.open_loop(server, sessions, watch, salt)
+            results = await load_generator.open_loop(server, sessions, observer, salt)
         else:
-            samples = await load.closed_loop(server, sessions, concurrency, watch, salt)
+            results = await load_generator.closed_loop(server, sessions, concurrency, observer, salt)
         await asyncio.sleep(SETTLE_SECONDS)
         after = await server.counters()
-        return Round(samples, before, after, own.prefill_times()[recorded:] if own else [])
+        return Round(results, before, after, own.prefill_times()[recorded:] if own else [])

@@ -1,4 +1,4 @@
-"""From samples to figures: what one round shows, and the median and spread over the rounds."""
+"""From results to figures: what one round shows, and the median and spread over the rounds."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from anaphora.tools.bench.client import Counters, Sample
+from anaphora.tools.bench.client import Counters, RequestResult
 from anaphora.tools.shared.money import machine_hours, monthly, rent
 from anaphora.tools.shared.percentiles import percentile
 from anaphora.tools.shared.simulate import full_block_hits, longest_shared_prefixes
@@ -24,14 +24,14 @@ WARM_SHARE = 0.01
 class Round:
     """What was seen of one side in one round. ``prefills`` are seconds per request, where the server tells them."""
 
-    samples: list[Sample]
+    results: list[RequestResult]
     before: Counters | None = None
     after: Counters | None = None
     prefills: list[float] = field(default_factory=list)
 
     @property
-    def good(self) -> list[Sample]:
-        return [sample for sample in self.samples if sample.error is None]
+    def good(self) -> list[RequestResult]:
+        return [result for result in self.results if result.error is None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,25 +46,25 @@ def mean(values: Sequence[float]) -> float | None:
     return statistics.fmean(values) if values else None
 
 
-def ttft(sample: Sample) -> float | None:
+def ttft(result: RequestResult) -> float | None:
     """Seconds from sending to the first event with content."""
-    return None if sample.first is None else sample.first - sample.started
+    return None if result.first_token is None else result.first_token - result.started
 
 
-def output_tokens(sample: Sample) -> int:
+def output_tokens(result: RequestResult) -> int:
     """From usage; without it the events with content, which are at most as many."""
-    return sample.pieces if sample.output_tokens is None else sample.output_tokens
+    return result.content_events if result.output_tokens is None else result.output_tokens
 
 
-def itl(sample: Sample) -> float | None:
+def itl(result: RequestResult) -> float | None:
     """Mean seconds between two tokens of one answer: (last - first) / (tokens - 1)."""
-    tokens = output_tokens(sample)
-    if sample.first is None or sample.last is None or tokens < 2:
+    tokens = output_tokens(result)
+    if result.first_token is None or result.last_token is None or tokens < 2:
         return None
-    return (sample.last - sample.first) / (tokens - 1)
+    return (result.last_token - result.first_token) / (tokens - 1)
 
 
-def known(values: Sequence[float | None]) -> list[float]:
+def not_none(values: Sequence[float | None]) -> list[float]:
     return [value for value in values if value is not None]
 
 
@@ -73,15 +73,15 @@ def figures_of(seen: Round, load: Load) -> Figures:
     good = seen.good
     if not good:
         return {}
-    first_tokens = known([ttft(sample) for sample in good])
-    latencies = [sample.ended - sample.started for sample in good]
-    wall = max(sample.ended for sample in good) - min(sample.started for sample in good)
+    ttfts = not_none([ttft(result) for result in good])
+    latencies = [result.ended - result.started for result in good]
+    wall = max(result.ended for result in good) - min(result.started for result in good)
     busy = busy_seconds(good)
     prefill = mean(seen.prefills) or _mean_prefill(seen)
     hours = machine_hours(PER, len(good) / busy)
     day = hours * load.requests_per_day / PER
     day_price = rent(day, load.hour_price)
-    tokens = sum(output_tokens(sample) for sample in good)
+    tokens = sum(output_tokens(result) for result in good)
     found: Figures = {
         "requests_per_s": len(good) / wall,
         "output_tokens_per_s": tokens / wall,
@@ -89,11 +89,11 @@ def figures_of(seen: Round, load: Load) -> Figures:
         "prefill_mean_s": prefill,
         "prefill_p50_s": percentile(seen.prefills, 50) or _bucket_median(seen),
         "prefill_share": None if prefill is None else prefill / statistics.fmean(latencies),
-        "ttft_mean_s": mean(first_tokens),
-        "ttft_p50_s": percentile(first_tokens, 50),
-        "ttft_p99_s": percentile(first_tokens, 99),
-        "itl_p50_s": percentile(known([itl(sample) for sample in good]), 50),
-        "prompt_tokens_mean": mean(known([sample.prompt_tokens for sample in good])),
+        "ttft_mean_s": mean(ttfts),
+        "ttft_p50_s": percentile(ttfts, 50),
+        "ttft_p99_s": percentile(ttfts, 99),
+        "itl_p50_s": percentile(not_none([itl(result) for result in good]), 50),
+        "prompt_tokens_mean": mean(not_none([result.prompt_tokens for result in good])),
         "output_tokens_mean": tokens / len(good),
         "busy_share": busy / wall,
         "gpu_hours_per_100k": hours,
@@ -106,13 +106,13 @@ def figures_of(seen: Round, load: Load) -> Figures:
 
 
 def _hit_rates(seen: Round) -> Figures:
-    cached = [(sample.cached_tokens, sample.prompt_tokens) for sample in seen.good if sample.cached_tokens is not None]
+    cached = [(result.cached_tokens, result.prompt_tokens) for result in seen.good if result.cached_tokens is not None]
     told = len(cached) == len(seen.good)
     rates: Figures = {
         "hit_rate": token_hit_rate(seen)[0],
         "hit_rate_requests": sum(is_hit(length, hit) for hit, length in cached) / len(cached) if told else None,
     }
-    prompts = [sample.planned.tokens for sample in seen.good]
+    prompts = [result.request.tokens for result in seen.good]
     if all(prompts):
         hits = full_block_hits([tokens for tokens in prompts if tokens], BLOCK)
         rates["hit_rate_possible"] = sum(hits) / sum(len(tokens) for tokens in prompts if tokens)
@@ -122,7 +122,7 @@ def _hit_rates(seen: Round) -> Figures:
 
 def token_hit_rate(seen: Round) -> tuple[float | None, str]:
     """Cached tokens over prompt tokens, and whence: the server's ``metrics``, else ``usage``, else ``unknown``."""
-    queries, hits = _moved(seen, "queries"), _moved(seen, "hits")
+    queries, hits = _counter_growth(seen, "queries"), _counter_growth(seen, "hits")
     if queries and hits is not None:
         return hits / queries, "metrics"
     pairs = [(s.cached_tokens, s.prompt_tokens) for s in seen.good if s.cached_tokens is not None and s.prompt_tokens]
@@ -131,23 +131,23 @@ def token_hit_rate(seen: Round) -> tuple[float | None, str]:
     return (None, "unknown") if queries is None else (0.0, "metrics")
 
 
-def _moved(seen: Round, name: str) -> float | None:
+def _counter_growth(seen: Round, name: str) -> float | None:
     """By how much a counter of /metrics rose during the round."""
     before, after = getattr(seen.before, name, None), getattr(seen.after, name, None)
     return None if before is None or after is None else float(after - before)
 
 
-def busy_seconds(samples: Sequence[Sample]) -> float:
+def busy_seconds(results: Sequence[RequestResult]) -> float:
     """Seconds in which at least one request was in flight."""
     total, until = 0.0, float("-inf")
-    for sample in sorted(samples, key=lambda sample: sample.started):
-        total += max(0.0, sample.ended - max(sample.started, until))
-        until = max(until, sample.ended)
+    for result in sorted(results, key=lambda result: result.started):
+        total += max(0.0, result.ended - max(result.started, until))
+        until = max(until, result.ended)
     return total
 
 
-def peak_in_flight(samples: Sequence[Sample]) -> int:
-    edges = sorted([(s.started, 1) for s in samples] + [(s.ended, -1) for s in samples])
+def peak_in_flight(results: Sequence[RequestResult]) -> int:
+    edges = sorted([(s.started, 1) for s in results] + [(s.ended, -1) for s in results])
     running = peak = 0
     for _, change in edges:
         running += change
@@ -156,7 +156,7 @@ def peak_in_flight(samples: Sequence[Sample]) -> int:
 
 
 def _mean_prefill(seen: Round) -> float | None:
-    seconds, count = _moved(seen, "prefill_s"), _moved(seen, "prefills")
+    seconds, count = _counter_growth(seen, "prefill_s"), _counter_growth(seen, "prefills")
     return seconds / count if count and seconds is not None else None
 
 
@@ -181,11 +181,11 @@ def warm_share(seen: Round) -> float:
 
     One block of grace a request: the server's own answers may by chance begin like a scripted one.
     """
-    counted = [s for s in seen.good if s.cached_tokens is not None and s.planned.tokens]
-    prompts = [sample.planned.tokens or () for sample in counted]
+    counted = [s for s in seen.good if s.cached_tokens is not None and s.request.tokens]
+    prompts = [result.request.tokens or () for result in counted]
     excess = sum(
-        max(0, (sample.cached_tokens or 0) - shared - BLOCK)
-        for sample, shared in zip(counted, longest_shared_prefixes(prompts), strict=True)
+        max(0, (result.cached_tokens or 0) - shared - BLOCK)
+        for result, shared in zip(counted, longest_shared_prefixes(prompts), strict=True)
     )
     return excess / max(1, sum(map(len, prompts)))
 
@@ -193,7 +193,7 @@ def warm_share(seen: Round) -> float:
 def medians(rounds: Sequence[Figures]) -> tuple[Figures, dict[str, tuple[float, float]]]:
     """The median of each figure over the rounds, and its smallest and largest value."""
     names = dict.fromkeys(name for figures in rounds for name in figures)
-    values = {name: known([figures.get(name) for figures in rounds]) for name in names}
+    values = {name: not_none([figures.get(name) for figures in rounds]) for name in names}
     return (
         {name: statistics.median(found) if found else None for name, found in values.items()},
         {name: (min(found), max(found)) for name, found in values.items() if found},
@@ -202,11 +202,11 @@ def medians(rounds: Sequence[Figures]) -> tuple[Figures, dict[str, tuple[float, 
 
 def foreign_share(seen: Round) -> float:
     """By how much the server's count of looked-up tokens differs from our prompts': other people's traffic."""
-    queries = _moved(seen, "queries")
-    ours = sum(sample.prompt_tokens or 0 for sample in seen.samples)
+    queries = _counter_growth(seen, "queries")
+    ours = sum(result.prompt_tokens or 0 for result in seen.results)
     return abs(queries - ours) / ours if queries and ours else 0.0
 
 
 def errors_of(rounds: Sequence[Round]) -> dict[str, int]:
     """What went wrong, and how often."""
-    return dict(Counter(sample.error for seen in rounds for sample in seen.samples if sample.error).most_common())
+    return dict(Counter(result.error for seen in rounds for result in seen.results if result.error).most_common())

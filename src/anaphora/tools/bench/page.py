@@ -9,7 +9,7 @@ from typing import Any
 
 import jinja2
 
-from anaphora.tools.bench.figures import Figures, known, ttft
+from anaphora.tools.bench.figures import Figures, not_none, ttft
 from anaphora.tools.bench.report import RATE, SECONDS, Report, number
 from anaphora.tools.shared import svg
 
@@ -47,7 +47,7 @@ def render_page(report: Report) -> str:
 
 def _charts(report: Report, sides: Sequence[str]) -> list[Chart | None]:
     figures = {side: report.figures(side)[0] for side in sides}
-    times = {side: sorted(known([ttft(s) for seen in report.rounds[side] for s in seen.good])) for side in sides}
+    times = {side: sorted(not_none([ttft(s) for seen in report.rounds[side] for s in seen.good])) for side in sides}
     spread = {side: report.figures(side)[1].get("requests_per_s") for side in sides}
     names = report.options.names
     return [

@@ -11,8 +11,8 @@ from typing import Any
 import msgspec
 
 from anaphora.errors import ConfigError
-from anaphora.tools.bench.client import Planned, Server
-from anaphora.tools.bench.lengths import estimate
+from anaphora.tools.bench.client import PlannedRequest, Server
+from anaphora.tools.bench.exact_lengths import estimate
 from anaphora.tools.bench.workloads import Session
 
 _TIME_KEYS = ("time", "timestamp", "arrival", "created")
@@ -30,7 +30,7 @@ def read_log(path: str, out: int | None, timing: bool) -> list[Session]:
         body = _body_of(line, where)
         recorded = line.get("output_tokens") if line is not body else None
         length = out or recorded or None
-        planned = Planned(body, length, fixed=length is not None)
+        planned = PlannedRequest(body, length, fixed=length is not None)
         found.append((_arrival(line, where) if timing else 0.0, planned))
     if not found:
         raise ConfigError(f"{path} holds no request")
@@ -100,7 +100,7 @@ def read_airline(folder: str | None, requests: int) -> list[Session]:
         answers = [index for index, message in enumerate(messages) if message["role"] == "assistant"][:left]
         bodies = [{"messages": messages[:index]} | ({"tools": tools} if tools else {}) for index in answers]
         lengths = [_answer_length(messages[index]) for index in answers]
-        planned = tuple(Planned(body, length) for body, length in zip(bodies, lengths, strict=True))
+        planned = tuple(PlannedRequest(body, length) for body, length in zip(bodies, lengths, strict=True))
         if planned:
             sessions.append(Session(planned, burst=len(sessions)))
         left -= len(planned)
@@ -122,7 +122,7 @@ async def prepare(sessions: list[Session], server: Server, out: int | None) -> t
     kept: list[Session] = []
     skipped = 0
     for session in sessions:
-        fitting: list[Planned] = []
+        fitting: list[PlannedRequest] = []
         for planned in session.requests:
             tokens = await server.tokenize(planned.body)
             length = out or planned.out

@@ -10,7 +10,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from anaphora.tools.bench import judge
+from anaphora.tools.bench import run_checks
 from anaphora.tools.bench.client import Server
 from anaphora.tools.bench.figures import (
     PER,
@@ -19,8 +19,8 @@ from anaphora.tools.bench.figures import (
     Round,
     errors_of,
     figures_of,
-    known,
     medians,
+    not_none,
     peak_in_flight,
     token_hit_rate,
     ttft,
@@ -70,9 +70,9 @@ class Report:
     def learn(self, server: Server, side: str | None = None) -> None:
         """Remember what a server is and can; called before each use, as it may be another process by then."""
         self.model = server.model
-        self.salted = self.salted and server.can.salt
-        self.counted = self.counted and server.can.tokenize
-        for note in server.can.notes:
+        self.salted = self.salted and server.capabilities.salt
+        self.counted = self.counted and server.capabilities.tokenize
+        for note in server.capabilities.notes:
             self.warn(note)
         if side:
             self.servers[side] = {"url": server.url, "version": server.version, "model": server.model}
@@ -94,7 +94,7 @@ class Report:
     def failed(self) -> int:
         every = [seen for rounds in self.rounds.values() for seen in rounds]
         every += [seen for sides in self.sweep.values() for seen in sides.values()]
-        return sum(len(seen.samples) - len(seen.good) for seen in every)
+        return sum(len(seen.results) - len(seen.good) for seen in every)
 
     def figures(self, side: str) -> tuple[Figures, dict[str, tuple[float, float]], list[Figures]]:
         """Medians, spread, and the figures of each round."""
@@ -115,12 +115,12 @@ class Report:
         if self.skipped:
             found.append(f"{self.skipped} requests a round were left out: too long for the server's window")
         for side, rounds in self.rounds.items():
-            found += judge.judge(side, rounds, alone=self.options.url is not None)
+            found += run_checks.warnings_about(side, rounds, alone=self.options.url is not None)
         return found
 
     def notes(self) -> list[str]:
         """What the figures mean here, for the foot of the table and for the page."""
-        found = [judge.CPU_NOTE] if self.on_cpu else []
+        found = [run_checks.CPU_NOTE] if self.on_cpu else []
         hours = [self.figures(side)[0].get("busy_hours_per_day") for side in ("off", "on") if self.rounds[side]]
         full = f"Hours at full load are those of {PER:,} requests at the measured rate, without a pause"
         if self._day_is_full_load:
@@ -183,19 +183,19 @@ class Report:
         if not rounds:
             return None
         middle, spread, each = self.figures(side)
-        samples = [sample for seen in rounds for sample in seen.samples]
+        results = [result for seen in rounds for result in seen.results]
         return {
-            "requests": len(rounds[0].samples),
-            "concurrency": self.options.concurrency if self.closed else peak_in_flight(rounds[0].samples),
+            "requests": len(rounds[0].results),
+            "concurrency": self.options.concurrency if self.closed else peak_in_flight(rounds[0].results),
             "rate": self.options.rate,
             **middle,
             "hit_rate_source": token_hit_rate(rounds[-1])[1],
-            "cached_tokens": sum(sample.cached_tokens or 0 for sample in samples),
-            "failed": sum(sample.error is not None for sample in samples),
+            "cached_tokens": sum(result.cached_tokens or 0 for result in results),
+            "failed": sum(result.error is not None for result in results),
             "errors": errors_of(rounds),
             "spread": spread,
             "rounds": each,
-            "ttft_s": [round(value, 6) for value in sorted(known([ttft(s) for seen in rounds for s in seen.good]))],
+            "ttft_s": [round(value, 6) for value in sorted(not_none([ttft(s) for seen in rounds for s in seen.good]))],
             "server": self.servers.get(side),
         }
 
@@ -286,7 +286,7 @@ def print_report(report: Report, console: Console) -> None:
     options = report.options
     alone = options.url is not None
     first = next((seen for rounds in report.rounds.values() for seen in rounds), None)
-    requests = len(first.samples) if first else 0
+    requests = len(first.results) if first else 0
     load = f"{options.rate:g} requests/s" if options.rate else f"concurrency {options.concurrency}"
     load = "the log's own times" if options.timing else load
     rounds = len(report.rounds["on"])

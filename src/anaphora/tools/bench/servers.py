@@ -1,96 +1,64 @@
-"""Own servers: started for the benchmark on a free port, stopped at its end."""
+"""The servers of a run by side: given by URL, or own ones that are started when their turn comes."""
 
 from __future__ import annotations
 
-import asyncio
-import shutil
-import signal
-import socket
-import subprocess
-import sys
-import tempfile
-import threading
-import time
-from pathlib import Path
+from collections.abc import Callable
 
-import httpx
+from anaphora.tools.bench.client import Server
+from anaphora.tools.bench.options import BenchOptions
+from anaphora.tools.bench.own_server import OwnServer
+from anaphora.tools.shared.machine import gpus
 
-from anaphora.errors import AnaphoraError
-from anaphora.observe import record
-
-START_SECONDS = 600
-LAST_LINES = 15
+Say = Callable[[str], None]
+_WORDS = {"off": "without prefix caching", "on": "with prefix caching"}
 
 
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
+class Servers:
+    """``await get(side)`` gives a server that is ready and warmed up. On a GPU only one own server lives at a time."""
 
-
-def end_on_terminate() -> None:
-    """Let SIGTERM cancel the running task, so that its own servers are stopped too."""
-    task = asyncio.current_task()
-    if task is not None and threading.current_thread() is threading.main_thread():
-        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
-
-
-class OwnServer:
-    """``anaphora serve`` as a subprocess. Its output and its record of requests lie in a temporary folder."""
-
-    def __init__(self, model: str | None, caching: bool, arguments: tuple[str, ...] = ()) -> None:
-        self.caching = caching
-        self.folder = Path(tempfile.mkdtemp(prefix="anaphora-bench-"))
-        port = free_port()
-        self.url = f"http://127.0.0.1:{port}"
-        self.command = [sys.executable, "-m", "anaphora", "serve", *([model] if model else [])]
-        self.command += ["--host", "127.0.0.1", "--port", str(port), "--record", str(self._log)]
-        self.command += [*arguments, "--enable-prefix-caching" if caching else "--no-enable-prefix-caching"]
-        with open(self._output, "wb") as output:
-            self._process = subprocess.Popen(
-                self.command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT
-            )
+    def __init__(self, options: BenchOptions, say: Say) -> None:
+        self.options = options
+        self.say = say
+        self.own: dict[str, OwnServer] = {}
+        self._ready: dict[str, Server] = {}
+        self._alone = bool(gpus())
 
     @property
-    def pid(self) -> int:
-        return self._process.pid
+    def sides(self) -> tuple[str, ...]:
+        """A single URL has one side only, ``on``: it is measured as it is."""
+        return ("on",) if self.options.url else ("off", "on")
 
-    @property
-    def _output(self) -> Path:
-        return self.folder / "output.txt"
+    async def get(self, side: str) -> Server:
+        if side not in self._ready:
+            self._ready[side] = await (self._connect(side) if self.options.remote else self._start(side))
+        return self._ready[side]
 
-    @property
-    def _log(self) -> Path:
-        return self.folder / "requests.jsonl"
+    async def close(self) -> None:
+        for server in self._ready.values():
+            await server.close()
+        for own in self.own.values():
+            own.stop()
+        self._ready.clear()
+        self.own.clear()
 
-    async def ready(self) -> float:
-        """Wait until /health says so; the seconds waited. Raises AnaphoraError with the server's last words."""
-        begun = time.perf_counter()
-        async with httpx.AsyncClient(trust_env=False, timeout=5) as client:
-            while time.perf_counter() - begun < START_SECONDS:
-                if self._process.poll() is not None:
-                    raise AnaphoraError(f"the server ended with code {self._process.returncode}:\n{self._last_lines()}")
-                try:
-                    if (await client.get(f"{self.url}/health")).is_success:
-                        return time.perf_counter() - begun
-                except httpx.HTTPError:
-                    pass
-                await asyncio.sleep(0.2)
-        raise AnaphoraError(f"the server was not ready after {START_SECONDS} s:\n{self._last_lines()}")
+    async def _connect(self, side: str) -> Server:
+        url = self.options.url or (self.options.off_url if side == "off" else self.options.on_url) or ""
+        return await self._open(url, self.options.model)
 
-    def prefill_times(self) -> list[float]:
-        """Seconds of prefill of every request that this server has recorded, in the order in which they ended."""
-        return [entry.prefill_s for entry in record.read(self._log)] if self._log.exists() else []
+    async def _start(self, side: str) -> Server:
+        if self._alone:
+            await self.close()
+        self.say(f"starting a server {_WORDS[side]}")
+        self.own[side] = OwnServer(self.options.model, side == "on", self.options.server_args)
+        seconds = await self.own[side].ready()
+        self.say(f"ready after {seconds:.0f} s; warming up")
+        return await self._open(self.own[side].url, None)
 
-    def stop(self) -> None:
-        self._process.terminate()
+    async def _open(self, url: str, model: str | None) -> Server:
+        server = Server(url, model, self.options.api_key)
         try:
-            self._process.wait(15)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
-        shutil.rmtree(self.folder, ignore_errors=True)
-
-    def _last_lines(self) -> str:
-        lines = self._output.read_text(errors="replace").splitlines()
-        return "\n".join(f"  | {line}" for line in lines[-LAST_LINES:]) or "  | (it wrote nothing)"
+            await server.connect()
+        except BaseException:
+            await server.close()
+            raise
+        return server

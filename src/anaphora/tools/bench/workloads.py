@@ -12,10 +12,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from anaphora.errors import ConfigError
-from anaphora.tools.bench.client import Planned, Server
-from anaphora.tools.bench.lengths import common_prefix_length, estimate, fit
+from anaphora.tools.bench.client import PlannedRequest, Server
+from anaphora.tools.bench.exact_lengths import common_prefix_length, estimate, fit
 from anaphora.tools.bench.options import BenchOptions
-from anaphora.tools.bench.texts import Writer, opening
+from anaphora.tools.bench.prompt_texts import Writer, opening
 
 Message = dict[str, Any]
 
@@ -32,7 +32,7 @@ class Session:
     the first one.
     """
 
-    requests: tuple[Planned, ...]
+    requests: tuple[PlannedRequest, ...]
     burst: int
     at: float = 0.0
 
@@ -97,7 +97,7 @@ def _cut(share: int, shape: Shape, rng: random.Random) -> list[int]:
     return turns
 
 
-class Maker:
+class SessionMaker:
     """Makes the sessions of one round: ``seed`` (with the round in it) decides all texts."""
 
     def __init__(self, server: Server, shape: Shape, seed: str) -> None:
@@ -140,13 +140,13 @@ class Maker:
 
         return [_message("system", await fit(pieces, self.shape.shared, shared))]
 
-    async def _visit(self, system: list[Message], count: int, seed: str) -> list[Planned]:
+    async def _visit(self, system: list[Message], count: int, seed: str) -> list[PlannedRequest]:
         wanted = self.shape.shared + self.shape.own
         return [await self._planned(system, wanted, f"{seed}/{turn}") for turn in range(count)]
 
-    async def _chat(self, system: list[Message], turns: int, seed: str) -> list[Planned]:
+    async def _chat(self, system: list[Message], turns: int, seed: str) -> list[PlannedRequest]:
         """Each turn adds ``own`` tokens of question to ``out`` tokens of a scripted answer before it."""
-        planned: list[Planned] = []
+        planned: list[PlannedRequest] = []
         history = system
         for turn in range(turns):
             wanted = self.shape.shared + self.shape.own + turn * (self.shape.own + self.shape.out)
@@ -154,7 +154,7 @@ class Maker:
             history = [*planned[-1].body["messages"], await self._answer(f"{seed}/{turn}/answer")]
         return planned
 
-    async def _planned(self, history: list[Message], wanted: int, seed: str) -> Planned:
+    async def _planned(self, history: list[Message], wanted: int, seed: str) -> PlannedRequest:
         pieces, closing = self._question(seed)
 
         def messages(text: str) -> list[Message]:
@@ -169,7 +169,7 @@ class Maker:
         except ConfigError as error:
             raise ConfigError(f"--own {self.shape.own} cannot be met: {error.message}") from None
         tokens = await self.server.tokenize(body)
-        return Planned(body, self.shape.out, wanted=wanted, tokens=tokens)
+        return PlannedRequest(body, self.shape.out, wanted=wanted, tokens=tokens)
 
     async def _answer(self, seed: str) -> Message:
         async def count(text: str) -> int:

@@ -11,7 +11,7 @@ from anaphora.tools.bench.figures import (
     Round,
     errors_of,
     foreign_share,
-    known,
+    not_none,
     token_hit_rate,
     warm_share,
 )
@@ -25,7 +25,7 @@ CPU_NOTE = (
 )
 
 
-def judge(side: str, rounds: Sequence[Round], alone: bool) -> list[str]:
+def warnings_about(side: str, rounds: Sequence[Round], alone: bool) -> list[str]:
     """What must be said about one side. ``alone``: there is one server only, which may cache as it likes."""
     if not rounds:
         return []
@@ -42,13 +42,13 @@ def judge(side: str, rounds: Sequence[Round], alone: bool) -> list[str]:
 
 
 def _failures(name: str, rounds: Sequence[Round]) -> list[str]:
-    total = sum(len(seen.samples) for seen in rounds)
+    total = sum(len(seen.results) for seen in rounds)
     return [f"{name} failed {count} of {total} requests: {error}" for error, count in errors_of(rounds).items()]
 
 
 def _unwanted_hits(name: str, rounds: Sequence[Round]) -> list[str]:
-    cached = sum(sample.cached_tokens or 0 for seen in rounds for sample in seen.samples)
-    rate = max(known([token_hit_rate(seen)[0] for seen in rounds]), default=0.0)
+    cached = sum(result.cached_tokens or 0 for seen in rounds for result in seen.results)
+    rate = max(not_none([token_hit_rate(seen)[0] for seen in rounds]), default=0.0)
     if not cached and not rate:
         return []
     told = f"{cached:,} prompt tokens" if cached else f"{rate:.1%} of the prompt tokens"
@@ -56,14 +56,14 @@ def _unwanted_hits(name: str, rounds: Sequence[Round]) -> list[str]:
 
 
 def _missing_hits(name: str, rounds: Sequence[Round]) -> list[str]:
-    prompts = [[sample.planned.tokens or () for sample in seen.good] for seen in rounds]
+    prompts = [[result.request.tokens or () for result in seen.good] for seen in rounds]
     if not all(all(tokens) for tokens in prompts) or not any(prompts):
         possible = math.nan
     else:
         possible = sum(sum(full_block_hits(tokens, BLOCK)) for tokens in prompts) / sum(
             len(t) for p in prompts for t in p
         )
-    rates = known([token_hit_rate(seen)[0] for seen in rounds])
+    rates = not_none([token_hit_rate(seen)[0] for seen in rounds])
     if not rates:
         return [f"{name} tells neither counters nor cached tokens, so its hit rate is unknown"]
     if max(rates) == 0:
@@ -84,20 +84,20 @@ def _missing_hits(name: str, rounds: Sequence[Round]) -> list[str]:
 
 def _lengths(name: str, rounds: Sequence[Round]) -> list[str]:
     found = []
-    good = [sample for seen in rounds for sample in seen.good]
-    wrong = [s for s in good if s.planned.wanted and s.prompt_tokens and s.planned.wanted != s.prompt_tokens]
+    good = [result for seen in rounds for result in seen.good]
+    wrong = [s for s in good if s.request.wanted and s.prompt_tokens and s.request.wanted != s.prompt_tokens]
     if wrong:
         first = wrong[0]
         found.append(
             f"{name} counted another length than asked for in {len(wrong)} of {len(good)} prompts "
-            f"(for example {first.prompt_tokens} instead of {first.planned.wanted} tokens)"
+            f"(for example {first.prompt_tokens} instead of {first.request.wanted} tokens)"
         )
-    short = [s for s in good if s.planned.fixed and s.planned.out and s.output_tokens not in (None, s.planned.out)]
+    short = [s for s in good if s.request.fixed and s.request.out and s.output_tokens not in (None, s.request.out)]
     if short:
         found.append(f"{name} gave {len(short)} of {len(good)} answers another length than asked for")
-    if without := sum(sample.output_tokens is None for sample in good):
+    if without := sum(result.output_tokens is None for result in good):
         found.append(f"{name} sent no usage with {without} of {len(good)} answers: their tokens are counted by events")
-    if silent := sum(sample.first is None for sample in good):
+    if silent := sum(result.first_token is None for result in good):
         found.append(f"{name} sent no text in {silent} of {len(good)} answers: they have no time to first token")
     return found
 
