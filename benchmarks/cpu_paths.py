@@ -61,19 +61,14 @@ def nothing(*_: Any) -> bool:
 PATHS = {
     "amx_generic": Switch("AMX in attention over a pool without panels", run=((amx, "AMX", False),), needs_amx=True),
     "amx_panels": Switch("a pool in panels", load=((attention_amx, "PANEL", 1 << 30),), needs_amx=True),
-    "fused_decoder": Switch("all layers in one AMX kernel", load=((cpu_decoder, "stack", nothing),), needs_amx=True),
+    "fused_decoder": Switch("all layers in one AMX kernel", load=((cpu_decoder, "fuse", nothing),), needs_amx=True),
     "tiled_linear": Switch(
         "AMX linear layers outside the fused decoder, against oneDNN",
         load=((packed_linear, "TiledLinear", packed_linear.OneDnnLinear),),
         needs_amx=True,
     ),
     "packed_linear": Switch("packed weights (oneDNN or AMX) against nn.Linear", load=((cpu, "packs", nothing),)),
-    "norm_rope": Switch(
-        "RMSNorm and rotary embedding in one kernel each",
-        load=((cpu, "_simplify_norm", nothing), (cpu, "_simplify_rotation", nothing)),
-    ),
-    "qkv": Switch("query, key and value projections in one GEMM", load=((cpu, "_join_siblings", nothing),)),
-    "silu": Switch("SiLU inside the GEMM of the gate", load=((cpu, "_simplify_mlp", nothing),)),
+    "norm_rope": Switch("RMSNorm and rotary embedding in one kernel each", load=((cpu, "fuse_norm_rope", nothing),)),
 }
 
 _COMMON: dict[str, Any] = {
@@ -95,12 +90,12 @@ _SMOLLM2 = {
 _GENERIC = ("packed_linear", "norm_rope")
 SHAPES: dict[str, tuple[str, int, tuple[str, ...], dict[str, Any]]] = {
     # The class of the config, the block size, the paths that can matter, and what differs from _COMMON.
-    "smollm2": ("LlamaConfig", 16, (*_GENERIC, "fused_decoder", "amx_panels", "qkv", "silu"), _SMOLLM2),
+    "smollm2": ("LlamaConfig", 16, (*_GENERIC, "fused_decoder", "amx_panels"), _SMOLLM2),
     "smollm2_blocks_of_8": ("LlamaConfig", 8, ("amx_generic",), _SMOLLM2),
     "llama_head_80": (  # the width of StableLM 3B: no whole tile a head, so no panels and no fused decoder
         "LlamaConfig",
         16,
-        (*_GENERIC, "amx_generic", "tiled_linear", "qkv", "silu"),
+        (*_GENERIC, "amx_generic", "tiled_linear"),
         {
             "hidden_size": 2560,
             "intermediate_size": 6912,
@@ -113,7 +108,7 @@ SHAPES: dict[str, tuple[str, int, tuple[str, ...], dict[str, Any]]] = {
     "gemma2": (  # Gemma 2 2B
         "Gemma2Config",
         16,
-        (*_GENERIC, "amx_panels", "tiled_linear", "qkv"),
+        (*_GENERIC, "amx_panels", "tiled_linear"),
         {
             "hidden_size": 2304,
             "intermediate_size": 9216,
@@ -128,7 +123,7 @@ SHAPES: dict[str, tuple[str, int, tuple[str, ...], dict[str, Any]]] = {
     "glm4_moe_lite": (  # GLM-4.7-Flash with 16 of its 64 experts
         "Glm4MoeLiteConfig",
         16,
-        (*_GENERIC, "amx_generic", "tiled_linear", "silu"),
+        (*_GENERIC, "amx_generic", "tiled_linear"),
         {
             "hidden_size": 2048,
             "intermediate_size": 10240,
@@ -154,7 +149,7 @@ SHAPES: dict[str, tuple[str, int, tuple[str, ...], dict[str, Any]]] = {
     "qwen3_moe": (  # Qwen3-30B-A3B with 16 of its 128 experts
         "Qwen3MoeConfig",
         16,
-        (*_GENERIC, "amx_panels", "tiled_linear", "qkv"),
+        (*_GENERIC, "amx_panels", "tiled_linear"),
         {
             "hidden_size": 2048,
             "moe_intermediate_size": 768,

@@ -96,19 +96,21 @@ def load_model(settings: ModelConfig, device: torch.device) -> LoadedModel:
 
 
 def _fuse(loaded: LoadedModel, options: dict[int, LayerOptions], device: torch.device) -> None:
+    """Replaces parts of the model by fused kernels, where they pass the parity check."""
+    base = base_of(loaded.model)
     if device.type == "cpu":
-        from anaphora.kernels.cpu.amx import AMX
-        from anaphora.model.fuse import cpu
+        from anaphora.kernels.cpu import amx
+        from anaphora.model.fuse import cpu, cpu_decoder
 
-        if AMX:
-            from anaphora.model.fuse import cpu_decoder
-
-            cpu_decoder.stack(base_of(loaded.model), options, loaded.layouts)
-        cpu.fuse(loaded.model)
+        fused = amx.AMX and cpu_decoder.fuse(base, options, loaded.layouts)
+        if not fused:
+            cpu.fuse_norm_rope(base, loaded.arguments)
+        # With the fused decoder a row's logits do not depend on the batch; the LM head must keep that.
+        cpu.pack_linear_layers(loaded.model, row_invariant=fused)
     else:
         from anaphora.model.fuse import gpu
 
-        gpu.fuse(base_of(loaded.model), loaded.arguments, options)
+        gpu.fuse(base, loaded.arguments, options)
 
 
 def _tensors(model: nn.Module) -> Iterator[Tensor]:

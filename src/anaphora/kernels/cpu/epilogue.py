@@ -126,15 +126,6 @@ def _silu(builder: Any, x: Any) -> Any:
     return builder.fmul(x, share)
 
 
-@operation(ADDRESS, NUMBER, NUMBER, NUMBER)
-def activate_sums(builder: Any, sums: Any, step: Any, rows: Any, size: Any) -> None:
-    """silu of rows of sums, in place."""
-    with steps(builder, rows, 1) as row:
-        place = _row(builder, sums, step, row)
-        with steps(builder, size, LANES) as i:
-            store(builder, _silu(builder, load(builder, place, i)), place, i)
-
-
 @operation(ADDRESS, NUMBER, ADDRESS, NUMBER, NUMBER, NUMBER)
 def gate_sums(builder: Any, sums: Any, step: Any, target: Any, target_step: Any, rows: Any, size: Any) -> None:
     """silu(gate) · value, from sums in turn 16 gates and their 16 values; ``size`` of the target."""

@@ -10,7 +10,7 @@ import numpy as np
 from numba import carray
 
 from anaphora.kernels.cpu.amx import TILE_BYTES, close_tiles, multiply_four, multiply_square, multiply_two, open_tiles
-from anaphora.kernels.cpu.epilogue import activate_sums, add_bias
+from anaphora.kernels.cpu.epilogue import add_bias
 from anaphora.kernels.cpu.launch import fields
 from anaphora.kernels.cpu.simd import BFLOAT16, FLOAT32, LANES, atomic_add, convert_rows, copy_lines, inline, kernel
 
@@ -28,7 +28,6 @@ PROJECT = fields(
     "outputs",  # a multiple of 32
     "weight",  # see ``packed.pack``
     "bias",  # float32 [outputs], or 0
-    "activates",  # whether the outputs go through SiLU
     "tiles",
     "x",  # bfloat16 [rows, size]
     "rows",
@@ -89,8 +88,6 @@ def project(pointer):  # type: ignore[no-untyped-def]
             multiply_group(x, 2 * a.size, a.weight + 32 * tile * a.size, a.size, width, sums, 256, rows)
             if a.bias:
                 add_bias(sums, 256, a.bias + 64 * tile, rows, 16 * width)
-            if a.activates:
-                activate_sums(sums, 256, rows, 16 * width)
             target = a.out + 2 * (first * a.outputs + 16 * tile)
             convert_rows(sums, 256, FLOAT32, target, 2 * a.outputs, BFLOAT16, rows, 16 * width)
     close_tiles(scratch)

@@ -1,7 +1,6 @@
-"""On a CPU with tile registers: all decoder layers of a model as one module, which is one call of ``decoder.py``.
+"""Fuses all decoder layers of a model into one module on a CPU with AMX: a step is one call of ``decoder_amx.py``.
 
-Only where every layer is of the usual kind, and each gives the same on random numbers, to rounding; other models keep
-their own code.
+Only where every layer is of the usual kind and passes the parity check; other models keep their own code.
 """
 
 from __future__ import annotations
@@ -13,38 +12,40 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from anaphora.attention.base import KVLayout, LayerOptions, PagedLayers, QueryRange, StepLayout, route, routed
+from anaphora.attention.base import KVLayout, LayerOptions, PagedLayers, QueryRange, StepLayout, routed
 from anaphora.attention.cpu import CpuAttention
 from anaphora.kernels.cpu import decoder_amx, gemm_amx, launch
 from anaphora.kernels.cpu.amx import SHAPES
 from anaphora.model.fuse.packed_linear import Memory, pack
-from anaphora.model.fuse.parity import close, positions
+from anaphora.model.fuse.parity import Call, observable, observe
 
-TRIAL_ROWS = 40
-"""Of the batch on which a layer is compared with itself."""
+SAMPLE_ROWS = 40
+"""Sample tokens of the parity check: more than a group of rows of the kernel, and no multiple of it."""
 
 
 @torch.no_grad()
-def stack(base: nn.Module, options: Mapping[int, LayerOptions], layouts: Sequence[KVLayout]) -> bool:
-    """Replace the layers of ``base`` by one module, in place; whether it could be.
+def fuse(base: nn.Module, options: Mapping[int, LayerOptions], layouts: Sequence[KVLayout]) -> bool:
+    """Replaces the layers of ``base`` by one module, in place; returns whether it did.
 
     ``options`` and ``layouts`` are how each layer attends and what it caches.
     """
     model: Any = base
-    layers = list(getattr(model, "layers", ()))
+    if not observable(base):
+        return False
+    layers = list(model.layers)
     chosen = [options[index] for index in range(len(layouts))]
-    if len(layers) != len(layouts) or not hasattr(model, "embed_tokens") or any(x.sinks is not None for x in chosen):
+    if len(layers) != len(layouts) or any(x.sinks is not None for x in chosen):
         return False
     if not all(map(_usual, layers)) or len({_shape(layer) for layer in layers}) > 1:
         return False
-    made = DecoderStack(layers[0], chosen)
-    if not _agree(model, made, layouts):
+    fused = FusedDecoder(layers[0], chosen)
+    if not _matches(model, fused, layouts):
         return False
     for index, layer in enumerate(layers):
-        made.put(index, layer)
-        for parameter in layer.parameters():  # so that no more than one layer is held twice
+        fused.put(index, layer)
+        for parameter in layer.parameters():  # so that at most one layer is held twice
             parameter.data = parameter.data.new_empty(0)
-    model.layers = nn.ModuleList([made])
+    model.layers = nn.ModuleList([fused])
     return True
 
 
@@ -75,43 +76,23 @@ def _shape(layer: Any) -> tuple[Any, ...]:
     return *(part.weight.shape for part in linear), *{norm.variance_epsilon for norm in norms}, len(norms)
 
 
-def _agree(model: Any, made: DecoderStack, layouts: Sequence[KVLayout]) -> bool:
-    """Whether each layer does what the stack does in its place, on a few random tokens all over the window."""
-    calls: list[tuple[Tensor, tuple[Tensor, Tensor], Tensor]] = []
-
-    def note(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
-        if args and "position_embeddings" in kwargs and isinstance(out, Tensor):
-            calls.append((args[0], kwargs["position_embeddings"], out))
-
+def _matches(model: Any, fused: FusedDecoder, layouts: Sequence[KVLayout]) -> bool:
+    """The parity check: each layer against the fused decoder in its place, with real attention over a small pool."""
     size = 16
-    blocks = range(1, 1 + -(-TRIAL_ROWS // size))
+    blocks = range(1, 1 + -(-SAMPLE_ROWS // size))
     backend = CpuAttention(layouts, blocks.stop, size, torch.bfloat16, torch.device("cpu"))
-    slots = torch.arange(size, size + TRIAL_ROWS)
-    backend.plan(StepLayout(slots, (QueryRange(0, 0, TRIAL_ROWS, 0, blocks),)))
-    generator = torch.Generator().manual_seed(0)
-    tokens = torch.randint(model.embed_tokens.num_embeddings, (1, TRIAL_ROWS), generator=generator)
-    with route(PagedLayers(backend, {}, None)):
-        handles = [layer.register_forward_hook(note, with_kwargs=True) for layer in model.layers]
-        try:
-            model(tokens, position_ids=positions(model, TRIAL_ROWS), use_cache=False)
-        finally:
-            for handle in handles:
-                handle.remove()
-        same = len(calls) == len(layouts)
-        for index, (given, angles, out) in enumerate(calls if same else ()):
-            same &= all(x.dtype == torch.bfloat16 and x.shape[-1] == made.head_size for x in angles)
-            if same:
-                made.put(index, model.layers[index])
-                same = close(made.run(given, angles, range(index, index + 1)) - given, out - given, given)
-                made.put(index, None)
-    return same
+    slots = torch.arange(size, size + SAMPLE_ROWS)
+    backend.plan(StepLayout(slots, (QueryRange(0, 0, SAMPLE_ROWS, 0, blocks),)))
+    layers = list(model.layers)
+    calls = observe(model, {"use_cache": False}, layers, PagedLayers(backend, {}, None), SAMPLE_ROWS)
+    return all(len(calls[layer]) == 1 and fused.matches(index, calls[layer][0]) for index, layer in enumerate(layers))
 
 
-class DecoderStack(nn.Module):
-    """Stands for all layers. Takes what a layer takes, and gives the last layer's hidden states."""
+class FusedDecoder(nn.Module):
+    """All layers as one module. Takes what a layer takes and returns the last layer's hidden states."""
 
     def __init__(self, layer: Any, options: Sequence[LayerOptions]) -> None:
-        """``layer`` is one of them, of the kind that ``_usual`` knows; all are still to be ``put`` in."""
+        """For layers like ``layer``, which passes ``_usual``; their weights are ``put`` in afterwards."""
         super().__init__()
         attention, mlp = layer.self_attn, layer.mlp
         self._options = options
@@ -136,11 +117,26 @@ class DecoderStack(nn.Module):
         self._call = launch.Call(decoder_amx.decode, decoder_amx.DECODE, brought, given)
 
     def put(self, index: int, layer: Any) -> None:
-        """Make the weights of a layer ready; None takes them away again."""
+        """Packs the weights of a layer; None drops them."""
         found = {} if layer is None else _weights(layer)
         self._kept[index] = [weight for weight in found.values() if weight is not None]
         for name, weight in found.items():
             self._layers[index][name] = 0 if weight is None else weight.data_ptr()
+
+    def matches(self, index: int, call: Call) -> bool:
+        """Whether this module in place of layer ``index`` gives the same for the call of the layer."""
+        angles = call.kwargs.get("position_embeddings", ())
+        if (
+            not call.args
+            or not angles
+            or any(x.dtype != torch.bfloat16 or x.shape[-1] != self.head_size for x in angles)
+        ):
+            return False
+        self.put(index, call.module)
+        try:
+            return call.matches(lambda hidden, *_, **__: self.run(hidden, angles, range(index, index + 1)))
+        finally:
+            self.put(index, None)
 
     def forward(
         self, hidden_states: Tensor, *args: Any, position_embeddings: tuple[Tensor, Tensor], **kwargs: Any

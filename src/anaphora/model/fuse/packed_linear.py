@@ -1,4 +1,4 @@
-"""Linear layers in bfloat16 whose weights are packed once into the layout in which the CPU multiplies them."""
+"""Linear layers in bfloat16 whose weights are packed once: by oneDNN, or for the AMX kernel of ``gemm_amx.py``."""
 
 from __future__ import annotations
 
@@ -12,25 +12,28 @@ from anaphora.kernels.cpu import amx, gemm_amx, launch
 
 
 def packs(weight: Tensor) -> bool:
-    """Whether there is a layout for it."""
+    """Whether this CPU multiplies ``weight`` in a packed layout."""
     return weight.dtype == torch.bfloat16 and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
-def linear(weight: Tensor, bias: Tensor | None, activates: bool = False) -> nn.Module:
-    """The layer with this weight, for which ``packs`` holds; with ``activates`` its result goes through SiLU."""
-    if amx.AMX and all(size % 32 == 0 for size in weight.shape):
-        return TiledLinear(weight, bias, activates)
-    return OneDnnLinear(weight, bias, activates)
+def linear(weight: Tensor, bias: Tensor | None, row_invariant: bool = False) -> nn.Module:
+    """A linear layer with this ``weight`` ``[out, in]``, for which ``packs`` holds.
+
+    With ``row_invariant``, on a processor with AMX, the result of a row does not depend on the rows beside it.
+    """
+    if row_invariant and amx.AMX and all(size % 32 == 0 for size in weight.shape):
+        return AmxLinear(weight, bias)
+    return OneDnnLinear(weight, bias)
 
 
 class Memory:
-    """Areas for the steps, made once, and made larger when a step needs it."""
+    """Scratch memory, kept from step to step and enlarged when a step needs more."""
 
     def __init__(self) -> None:
         self._kept = launch.aligned_bytes(0)
 
     def addresses(self, *sizes: int) -> list[int]:
-        """Where areas of so many bytes are."""
+        """Returns the addresses of separate areas of ``sizes`` bytes."""
         offsets = np.cumsum([0, *(-(-size // 64) * 64 + 64 for size in sizes)])
         if len(self._kept) < offsets[-1]:
             self._kept = launch.aligned_bytes(int(offsets[-1]))
@@ -38,26 +41,25 @@ class Memory:
 
 
 class OneDnnLinear(nn.Module):
-    """A linear layer whose weight is in oneDNN's own layout (plain layouts are packed anew at each call)."""
+    """A linear layer whose weight is in oneDNN's own layout (a plain layout is packed again at each call)."""
 
-    def __init__(self, weight: Tensor, bias: Tensor | None, activates: bool = False) -> None:
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         super().__init__()
-        self._activation = "swish" if activates else "none"
         self.out_features, self.in_features = weight.shape
         self.register_buffer("bias", bias, persistent=False)
         self.packed = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous())
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = torch.ops.mkldnn._linear_pointwise(x, self.packed, self.bias, self._activation, [], "")
+        out: Tensor = torch.ops.mkldnn._linear_pointwise(x, self.packed, self.bias, "none", [], "")
         return out
 
 
-class TiledLinear(nn.Module):
-    """A linear layer by the kernel of ``products.py``. In and out features are multiples of 32."""
+class AmxLinear(nn.Module):
+    """A linear layer by the kernel of ``gemm_amx.py``. In and out features are multiples of 32."""
 
-    _own = threading.local()  # the scratch of all that one thread uses, since they run one after the other
+    _own = threading.local()  # one scratch a thread, since its layers run one after the other
 
-    def __init__(self, weight: Tensor, bias: Tensor | None, activates: bool = False) -> None:
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         super().__init__()
         self.out_features, self.in_features = weight.shape
         self._kept = [pack(weight.detach())] + ([] if bias is None else [bias.detach().float().contiguous()])
@@ -66,7 +68,6 @@ class TiledLinear(nn.Module):
             "outputs": self.out_features,
             "weight": self._kept[0].data_ptr(),
             "bias": 0 if bias is None else self._kept[1].data_ptr(),
-            "activates": int(activates),
             "tiles": amx.SHAPES.ctypes.data,
         }
         brought = gemm_amx.PROJECT.names[gemm_amx.PROJECT.names.index("x") :]
@@ -84,9 +85,15 @@ class TiledLinear(nn.Module):
 
 
 def pack(weight: Tensor) -> Tensor:
-    """``[N, K]`` bfloat16 as the tiles that the products of ``tiles.py`` take for B: ``[N / 16, K / 32, 16, 16, 2]``.
+    """Packs ``[N, K]`` bfloat16 as B operands of the AMX GEMM: ``[N / 16, K / 32, 16, 16, 2]``.
 
-    A tile holds 16 pairs of K for 16 outputs.
+    A tile holds 16 outputs (columns) and 32 elements of K, in pairs::
+
+                       output 0     1       15
+        K = 0, 1       ██ ██    ██ ██  …  ██ ██
+        K = 2, 3       ██ ██    ██ ██  …  ██ ██      16 rows of 64 bytes
+           ⋮
+        K = 30, 31     ██ ██    ██ ██  …  ██ ██
     """
     outputs, size = weight.shape
     tiles = weight.view(outputs // 16, 16, size // 32, 16, 2).permute(0, 2, 3, 1, 4)
