@@ -19,7 +19,7 @@ from anaphora.checkpoint.resolve import ModelSource
 from anaphora.config import CacheConfig, ModelConfig, SchedulerConfig, engine_config
 from anaphora.errors import ConfigError, EngineDead, InvalidRequest
 from anaphora.llm import Settings
-from tests.support.engine import VOCAB, FakeRunner, next_token
+from tests.support.engine import VOCAB, FakeRunner, expected
 from tests.support.tokenizers import write_tokenizer
 
 WINDOW = 200
@@ -59,14 +59,6 @@ def make(runner: FakeRunner, folder: Path, monkeypatch: pytest.MonkeyPatch) -> I
 @pytest.fixture
 def llm(make: Make) -> LLM:
     return make()
-
-
-def expected(prompt: list[int], count: int, choice: int = 0) -> list[int]:
-    """What the fake model answers."""
-    tokens = list(prompt)
-    for _ in range(count):
-        tokens.append(next_token(tokens, choice))
-    return tokens[len(prompt) :]
 
 
 def plain(max_tokens: int | None = 8, **fields: Any) -> SamplingParams:

@@ -43,14 +43,20 @@ def insert(index: PrefixIndex, ids: list[int], blocks: list[Block]) -> None:
             index.remove(tail)
 
 
-@given(st.lists(short, max_size=10), short, st.integers(1, 5))
-def test_a_match_is_the_longest_prefix_in_common_with_anything_indexed(
-    stored: list[list[int]], wanted: list[int], size: int
-) -> None:
+def filled(stored: list[list[int]], size: int) -> tuple[PrefixIndex, list[Block]]:
+    """Return an index of these token strings, and its blocks."""
     index = PrefixIndex(size)
     blocks: list[Block] = []
     for ids in stored:
         insert(index, ids, blocks)
+    return index, blocks
+
+
+@given(st.lists(short, max_size=10), short, st.integers(1, 5))
+def test_a_match_is_the_longest_prefix_in_common_with_anything_indexed(
+    stored: list[list[int]], wanted: list[int], size: int
+) -> None:
+    index, _ = filled(stored, size)
     match = index.match(ROOT, chain_of(wanted, size), pack(wanted))
     assert match.tokens == max((common_prefix(ids, wanted) for ids in stored), default=0)
     assert len(match.blocks) == match.tokens // size or match.tail is not None
@@ -60,10 +66,7 @@ def test_a_match_is_the_longest_prefix_in_common_with_anything_indexed(
 def test_a_neighbour_shares_the_whole_match_and_continues_differently(
     stored: list[list[int]], wanted: list[int], size: int
 ) -> None:
-    index = PrefixIndex(size)
-    blocks: list[Block] = []
-    for ids in stored:
-        insert(index, ids, blocks)
+    index, _ = filled(stored, size)
     hashes = chain_of(wanted, size)
     match = index.match(ROOT, hashes, pack(wanted))
     if match.tokens == len(wanted):
@@ -92,10 +95,7 @@ def test_of_several_neighbours_the_latest_is_returned() -> None:
 
 @given(st.lists(short, max_size=10), st.integers(1, 5))
 def test_removing_everything_leaves_nothing(stored: list[list[int]], size: int) -> None:
-    index = PrefixIndex(size)
-    blocks: list[Block] = []
-    for ids in stored:
-        insert(index, ids, blocks)
+    index, blocks = filled(stored, size)
     for block in blocks:
         if block.indexed:
             index.remove(block)

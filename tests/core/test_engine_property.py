@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.support.engine import FakeRunner, answer, chain, make_engine, make_request, next_token, run
+from tests.support.engine import FakeRunner, answer, chain, expected, make_engine, make_request, run
 
 BLOCK = 4
 
@@ -42,13 +42,6 @@ def traffic(draw: st.DrawFn) -> Traffic:
         arrivals.setdefault(draw(st.integers(0, 12)), []).append(entry)
     aborts = draw(st.dictionaries(st.integers(0, 20), st.integers(0, 9), max_size=3))
     return Traffic(arrivals, aborts, draw(st.sets(st.integers(0, 25), max_size=2)))
-
-
-def expected(prompt: list[int], max_tokens: int, choice: int) -> list[int]:
-    tokens = list(prompt)
-    for _ in range(max_tokens):
-        tokens.append(next_token(tokens, choice))
-    return tokens[len(prompt) :]
 
 
 @settings(max_examples=150)

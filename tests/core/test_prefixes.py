@@ -12,8 +12,8 @@ from anaphora.core.engine import Engine
 from anaphora.errors import InvalidRequest, NotFound
 from anaphora.types.outputs import FinishReason
 from anaphora.types.reports import Prefix
-from tests.core.test_engine_property import expected, prompts
-from tests.support.engine import FakeRunner, answer, make_engine, make_request, run
+from tests.core.test_engine_property import prompts
+from tests.support.engine import FakeRunner, answer, expected, make_engine, make_request, run
 
 BLOCK = 4
 SYSTEM = [*range(100, 122)]

@@ -7,18 +7,10 @@ import pytest
 from anaphora.cache.hashing import root_hash
 from anaphora.errors import CacheInvariantError, InvalidRequest
 from anaphora.types.outputs import FinishReason
-from tests.support.engine import FakeRunner, Updates, advance, answer, make_engine, make_request, next_token, run
+from tests.support.engine import FakeRunner, Updates, advance, answer, expected, make_engine, make_request, run
 
 STEM = [*range(100, 120)]
 both_pipelines = pytest.mark.parametrize("lookahead", [0, 1])
-
-
-def truth(prompt: list[int], count: int, choice: int = 0) -> list[int]:
-    """Return what the fake model generates after a prompt."""
-    tokens = list(prompt)
-    for _ in range(count):
-        tokens.append(next_token(tokens, choice))
-    return tokens[len(prompt) :]
 
 
 @both_pipelines
@@ -29,7 +21,7 @@ def test_sixteen_identical_cold_prompts_compute_the_prefix_once(lookahead: int) 
     for i in range(16):
         engine.add(make_request(f"r{i}", prompt, 3))
     updates = run(engine)
-    assert all(answer(u) == truth(prompt, 3) for u in updates.values())
+    assert all(answer(u) == expected(prompt, 3) for u in updates.values())
     assert runner.computed == 40 + 15  # each follower computes its last token to get logits
     assert engine.stats().hits == 15 * 39
     assert engine.stats().preemptions == 0
@@ -55,120 +47,6 @@ def test_a_waiting_follower_holds_nothing_and_counts_as_served(lookahead: int) -
     assert runner.computed == 40 - first.prompt.cache.cached_tokens
 
 
-@both_pipelines
-@pytest.mark.parametrize("steps", range(6))
-@pytest.mark.parametrize("fate", ["abort", "fail", "preempt"])
-def test_followers_finish_whatever_happens_to_the_owner(lookahead: int, steps: int, fate: str) -> None:
-    runner = FakeRunner(100, 4, lookahead=lookahead)
-    engine = make_engine(runner, max_num_batched_tokens=6)
-    for name in ("owner", "one", "two"):
-        engine.add(make_request(name, [*STEM, 7], 5))
-    if fate == "fail":
-        runner.failing = {steps}
-    updates: dict = {}
-
-    def step() -> None:
-        for update in engine.step().updates:
-            updates.setdefault(update.request_id, []).append(update)
-        engine.check()
-
-    for _ in range(steps):
-        step()
-    if fate == "abort":
-        engine.abort("owner")
-    elif fate == "preempt" and engine.scheduler.running:
-        engine.scheduler._preempt(engine.scheduler.running[0])
-    engine.check()
-    while engine.has_work:
-        step()
-    assert not runner.faults
-    for name in ("one", "two") if fate == "abort" else ("owner", "one", "two"):
-        if fate == "fail" and updates[name][-1].error:
-            assert name == "owner"  # the owner was alone in the step that failed
-            continue
-        assert answer(updates[name]) == truth([*STEM, 7], 5)
-
-
-def test_only_the_request_that_cannot_be_computed_fails() -> None:
-    runner = FakeRunner(100, 4)
-    runner.poison = {666}
-    engine = make_engine(runner)
-    updates: Updates = {}
-    engine.add(make_request("good", STEM, 4))
-    advance(engine, updates)
-    engine.add(make_request("bad", [*STEM, 666], 4))
-    engine.add(make_request("late", [*STEM, 5], 4))
-    run(engine, updates)
-    assert answer(updates["good", 0]) == truth(STEM, 4)
-    assert answer(updates["late", 0]) == truth([*STEM, 5], 4)
-    (last,) = updates["bad", 0]
-    assert last.finish_reason is FinishReason.ERROR
-    assert "made to fail" in str(last.error)
-    engine.add(make_request("next", [*STEM, 5], 4))
-    assert answer(run(engine)["next", 0]) == truth([*STEM, 5], 4)
-
-
-@both_pipelines
-@pytest.mark.parametrize("before", [8, 10])
-def test_blocks_that_a_failed_request_computed_earlier_are_removed(lookahead: int, before: int) -> None:
-    """If its logits are not finite, the keys and values of its earlier steps may be damaged too."""
-    runner = FakeRunner(100, 4, lookahead=lookahead)
-    runner.poison = {666}
-    engine = make_engine(runner, max_num_batched_tokens=before)
-    engine.add(make_request("good", STEM[:4], 1))
-    run(engine)
-    start = [*STEM[:4], *range(100, 100 + before - 4)]
-    engine.add(make_request("bad", [*start, 1, 2, 3, 666], 4))
-    assert run(engine)["bad", 0][-1].finish_reason is FinishReason.ERROR
-    engine.check()
-    engine.add(make_request("next", [*start, 5], 4))
-    updates = run(engine)
-    assert answer(updates["next", 0]) == truth([*start, 5], 4)
-    assert updates["next", 0][0].prompt.cache.cached_tokens == 4  # type: ignore[union-attr]
-
-
-def test_steps_that_always_fail_end_every_request() -> None:
-    runner = FakeRunner(100, 4, lookahead=1)
-    runner.failing = set(range(1000))
-    engine = make_engine(runner)
-    for i in range(4):
-        engine.add(make_request(f"r{i}", [i + 1, 2, 3], 4))
-    updates = run(engine)
-    assert all(u[-1].finish_reason is FinishReason.ERROR for u in updates.values())
-    assert len(updates) == 4
-
-
-@both_pipelines
-def test_preempted_requests_answer_the_same_and_count_once(lookahead: int) -> None:
-    runner = FakeRunner(14, 4, lookahead=lookahead)
-    engine = make_engine(runner)
-    prompts = [[i, i, i, i, i, i, i, i] for i in range(1, 6)]
-    for i, prompt in enumerate(prompts):
-        engine.add(make_request(f"r{i}", prompt, 20))
-    updates = run(engine)
-    stats = engine.stats()
-    assert stats.preemptions > 0
-    for i, prompt in enumerate(prompts):
-        assert answer(updates[f"r{i}", 0]) == truth(prompt, 20)
-    assert (stats.requests, stats.queries, stats.hits) == (5, 40, 0)
-    assert stats.generation_tokens == 100
-
-
-@both_pipelines
-def test_one_missing_block_preempts_one_sequence(lookahead: int) -> None:
-    runner = FakeRunner(4 * 4 + 1, 4, lookahead=lookahead)
-    engine = make_engine(runner)
-    for i in range(4):
-        engine.add(make_request(f"r{i}", [i + 1] * 12, 16))
-    before = 0
-    while engine.has_work:
-        engine.step()
-        assert engine.stats().preemptions - before <= 1
-        before = engine.stats().preemptions
-    assert before >= 1
-    engine.check()
-
-
 def test_a_waiting_request_is_looked_up_often_and_counted_once() -> None:
     runner = FakeRunner(11, 4)
     engine = make_engine(runner)
@@ -189,7 +67,7 @@ def test_choices_of_one_request_count_as_one_prompt_and_are_not_hits_of_each_oth
     engine = make_engine(runner)
     engine.add(make_request("r", STEM, 3, n=5))
     updates = run(engine)
-    assert {choice: answer(u) for (_, choice), u in updates.items()} == {c: truth(STEM, 3, c) for c in range(5)}
+    assert {choice: answer(u) for (_, choice), u in updates.items()} == {c: expected(STEM, 3, c) for c in range(5)}
     assert runner.computed == 20 + 4
     assert [u[0].prompt is not None for _, u in sorted(updates.items())] == [True, False, False, False, False]
     assert (engine.stats().requests, engine.stats().queries, engine.stats().hits) == (1, 20, 0)
@@ -203,8 +81,8 @@ def test_ending_one_choice_leaves_the_others() -> None:
     advance(engine, updates)
     engine.finish_choice("r", 0)
     run(engine, updates)
-    assert answer(updates["r", 0]) == truth(STEM, 1)
-    assert answer(updates["r", 1]) == truth(STEM, 10, 1)
+    assert answer(updates["r", 0]) == expected(STEM, 1)
+    assert answer(updates["r", 1]) == expected(STEM, 10, 1)
 
 
 @both_pipelines
@@ -223,7 +101,7 @@ def test_an_exact_repeat_computes_one_token_and_answers_the_same(lookahead: int,
         assert updates[0].prompt.cache.cached_tokens == (length - 1 if i else 0)
         assert runner.computed - before == (1 if i else length)
         answers.append(answer(updates))
-    assert answers == [truth(prompt, 5)] * 3
+    assert answers == [expected(prompt, 5)] * 3
 
 
 def test_reuse_depends_on_tokens_and_not_on_text() -> None:
@@ -274,7 +152,7 @@ def test_two_conversations_over_one_system_prompt_answer_as_on_a_fresh_engine() 
     engine.add(make_request("a", a, 5))
     run(engine)
     engine.add(make_request("b", b, 5))
-    assert answer(run(engine)["b", 0]) == truth(b, 5)
+    assert answer(run(engine)["b", 0]) == expected(b, 5)
     assert engine.stats().hits == 20
 
 
@@ -316,7 +194,7 @@ def test_prompt_logprobs_neither_wait_nor_make_others_wait() -> None:
 def test_stops(lookahead: int) -> None:
     runner = FakeRunner(100, 4, lookahead=lookahead)
     engine = make_engine(runner)
-    third = truth(STEM, 3)[2]
+    third = expected(STEM, 3)[2]
     engine.add(make_request("eos", STEM, 9, eos_token_ids=(third,)))
     engine.add(make_request("on", STEM, 9, eos_token_ids=(third,), ignore_eos=True))
     engine.add(make_request("stop", STEM, 9, stop_token_ids=(third,)))
@@ -324,9 +202,9 @@ def test_stops(lookahead: int) -> None:
     updates = run(engine)
     ends = {name: (answer(u), u[-1].finish_reason, u[-1].stop_reason) for (name, _), u in updates.items()}
     assert ends == {
-        "eos": (truth(STEM, 3), FinishReason.STOP, None),
-        "on": (truth(STEM, 9), FinishReason.LENGTH, None),
-        "stop": (truth(STEM, 3), FinishReason.STOP, third),
+        "eos": (expected(STEM, 3), FinishReason.STOP, None),
+        "on": (expected(STEM, 9), FinishReason.LENGTH, None),
+        "stop": (expected(STEM, 3), FinishReason.STOP, third),
         "none": ([], FinishReason.LENGTH, None),
     }
 
@@ -374,7 +252,7 @@ def test_a_request_that_finds_no_room_on_an_idle_engine_ends_with_an_error() -> 
     (last,) = updates["big", 0]
     assert last.finish_reason is FinishReason.ERROR
     assert "8 KV blocks" in str(last.error)
-    assert answer(updates["small", 0]) == truth([7], 2)
+    assert answer(updates["small", 0]) == expected([7], 2)
     engine.reset_prefix_cache()
 
 
@@ -404,7 +282,7 @@ def test_without_the_cache_everything_is_computed() -> None:
     for i in range(3):
         engine.add(make_request(f"r{i}", STEM, 4))
     updates = run(engine)
-    assert all(answer(u) == truth(STEM, 4) for u in updates.values())
+    assert all(answer(u) == expected(STEM, 4) for u in updates.values())
     assert runner.computed == 60
     stats = engine.stats()
     assert (stats.queries, stats.hits, stats.misses) == (0, 0, {"bypassed": 3})

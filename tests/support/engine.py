@@ -31,6 +31,14 @@ def next_token(tokens: list[int], seed: int = 0) -> int:
     return int.from_bytes(blake2b(last + seed.to_bytes(4, "little"), digest_size=4).digest(), "little") % VOCAB
 
 
+def expected(prompt: list[int], count: int, choice: int = 0) -> list[int]:
+    """Return the first ``count`` tokens that the fake model generates after a prompt."""
+    tokens = list(prompt)
+    for _ in range(count):
+        tokens.append(next_token(tokens, choice))
+    return tokens[len(prompt) :]
+
+
 class _Done:
     def __init__(self, output: StepOutput) -> None:
         self._output = output
