@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -9,6 +8,7 @@ from anaphora.observe.log_lines import HitRates, LoadLog, describe_pool, describ
 from anaphora.observe.record import RequestRecord
 from anaphora.types.batch import ModelInfo
 from anaphora.types.outputs import EngineInfo, EngineStats
+from tests.support.clock import ManualClock
 
 
 def test_the_start_line_says_what_fits() -> None:
@@ -24,7 +24,7 @@ def test_the_start_line_says_what_fits() -> None:
     assert line.startswith("memory: weights 2.00 GiB, activations 0.50 GiB, CUDA graphs 0.25 GiB, KV blocks 0.98 GiB; ")
 
 
-def test_a_request_line_gives_the_reason_why_it_was_not_more() -> None:
+def test_a_request_line_has_the_reason_of_the_miss() -> None:
     record = RequestRecord(
         time=0.0, block_size=16, id="a", model="m", prompt_tokens=9, cached_tokens=4, reason="diverged", detail="at 4"
     )
@@ -35,7 +35,7 @@ def test_a_request_line_gives_the_reason_why_it_was_not_more() -> None:
     assert "no token" in describe_request(record)
 
 
-def test_a_request_line_names_the_clients_own_id_and_no_second_line_can_be_made_of_it() -> None:
+def test_a_request_line_has_the_clients_id_escaped() -> None:
     record = RequestRecord(time=0.0, block_size=16, id="a", model="m", prompt_tokens=9)
     assert describe_request(record).startswith("a: prompt")
     record.client_id = "order-7"
@@ -44,7 +44,7 @@ def test_a_request_line_names_the_clients_own_id_and_no_second_line_can_be_made_
     assert describe_request(record).isprintable()
 
 
-def test_rates_are_of_the_last_requests_and_say_so() -> None:
+def test_hit_rates_of_the_last_requests_and_since_the_start() -> None:
     rates = HitRates(last=2)
     rates.add(1000, 0)
     rates.add(100, 90)
@@ -56,7 +56,7 @@ def test_rates_are_of_the_last_requests_and_say_so() -> None:
     assert "running 2, waiting 1" in line
 
 
-def test_the_few_tokens_before_every_chat_prompt_are_no_hit() -> None:
+def test_the_few_tokens_before_every_chat_prompt_are_not_a_hit() -> None:
     rates = HitRates()
     for cached in (3, 15, 16):
         rates.add(1000, cached)
@@ -68,38 +68,23 @@ def test_nothing_divides_by_zero_before_the_first_request() -> None:
     assert "–" in HitRates().describe(EngineStats())
 
 
-class Clock:
-    """call_later without time: ``fire`` runs what is due."""
-
-    def __init__(self) -> None:
-        self.due: list[Callable[[], None]] = []
-
-    def call_later(self, seconds: float, function: Callable[[], None]) -> Clock:
-        self.due.append(function)
-        return self
-
-    def fire(self) -> None:
-        self.due.pop()()
-
-    def cancel(self) -> None:
-        self.due.clear()
-
-
 def test_the_timer_runs_only_while_there_is_work(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO", logger="anaphora.server")
-    clock = Clock()
+    clock = ManualClock()
     busy = True
     log = LoadLog(10.0, clock.call_later, lambda: busy, lambda: "rates")
-    assert not clock.due
+    assert clock.waiting == 0
     log.touch()
     log.touch()
-    assert len(clock.due) == 1
-    clock.fire()
-    assert len(clock.due) == 1
+    assert clock.waiting == 1
+    clock.advance(9.9)
+    assert "rates" not in caplog.text
+    clock.advance(0.1)
+    assert clock.waiting == 1
     busy = False
-    clock.fire()
-    assert not clock.due
+    clock.advance(10)
+    assert clock.waiting == 0
     assert caplog.text.count("rates") == 2
     log.touch()
     log.close()
-    assert not clock.due
+    assert clock.waiting == 0

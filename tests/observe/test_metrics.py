@@ -38,7 +38,7 @@ def metrics() -> Metrics:
 
 
 def samples(metrics: Metrics) -> dict[tuple[str, str], float]:
-    """(name, value of the label that is neither the model nor the engine) to number."""
+    """Returns numbers by (name, value of the label other than model_name and engine)."""
     page, _ = metrics.export(None)
     found = {}
     for family in parse_text(page.decode()):
@@ -84,7 +84,7 @@ def test_every_engine_counter_is_carried_over_a_restart() -> None:
     assert set(Totals._COUNTERS) == numbers - gauges
 
 
-def test_a_counter_that_falls_is_held_and_logged(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_counter_that_decreases_keeps_its_value_and_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     totals = Totals()
     totals.update(STATS)
     totals.update(dataclasses.replace(STATS, steps=8, hits=-7680, queries=120))
@@ -137,7 +137,7 @@ def test_a_finished_request_fills_the_histograms(metrics: Metrics) -> None:
     assert found["vllm:request_params_n_sum", ""] == 3
 
 
-def test_buckets_are_cumulative_and_bounds_belong_to_them(metrics: Metrics) -> None:
+def test_buckets_are_cumulative_and_include_their_bounds(metrics: Metrics) -> None:
     for seconds in (0.005, 0.01, 0.02, 100.0):
         metrics.token_gap(seconds)
     page, _ = metrics.export(None)
@@ -157,12 +157,12 @@ def test_open_metrics_by_the_accept_header(metrics: Metrics) -> None:
     assert {"vllm:prefix_cache_hits", "anaphora:evicted_blocks", "vllm:time_to_first_token_seconds"} <= names
 
 
-def test_lost_records_are_counted(metrics: Metrics) -> None:
+def test_dropped_records_are_counted(metrics: Metrics) -> None:
     metrics.count_dropped(lambda: 3)
     assert samples(metrics)["anaphora:records_dropped_total", ""] == 3
 
 
-def test_every_name_of_vllm_is_there_or_its_absence_explained(metrics: Metrics, shared_data: Path) -> None:
+def test_every_metric_of_vllm_is_present_or_its_absence_explained(metrics: Metrics, shared_data: Path) -> None:
     lines = (shared_data.parent / "peer" / "vllm-metric-names.tsv").read_text().splitlines()
     page, _ = metrics.export(None)
     kinds = {}

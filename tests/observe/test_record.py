@@ -30,7 +30,7 @@ def write(path: Path, records: list[RequestRecord], **options: int) -> RecordWri
     return writer
 
 
-def test_what_is_written_is_read(tmp_path: Path) -> None:
+def test_records_survive_a_round_trip(tmp_path: Path) -> None:
     path = tmp_path / "log.jsonl"
     records = [record(1, body={"prompt": "é\n"}, cached_tokens=4), record(2, finish="stop")]
     write(path, records[:1])
@@ -38,7 +38,7 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
     assert list(read(path)) == records
 
 
-def test_shared_beginnings_have_shared_hashes(tmp_path: Path) -> None:
+def test_shared_prefixes_have_shared_hashes(tmp_path: Path) -> None:
     path = tmp_path / "log.jsonl"
     writer = RecordWriter(path)
     prompts = [hashes(*range(10)), hashes(*range(8), 50, 51, 52, 53), hashes(*range(10), salt="tenant")]
@@ -52,7 +52,7 @@ def test_shared_beginnings_have_shared_hashes(tmp_path: Path) -> None:
     assert "tenant" not in path.read_text()
 
 
-def test_a_bad_line_is_named_by_its_number(tmp_path: Path) -> None:
+def test_an_invalid_line_is_named_by_its_number(tmp_path: Path) -> None:
     path = tmp_path / "log.jsonl"
     write(path, [record(1)])
     for bad in (b"{broken\n", b'{"time": "x"}\n', b"[]\n", b"\xff\n", b"[" * 100_000 + b"\n"):
@@ -84,7 +84,7 @@ def test_rotation_keeps_whole_lines_and_a_few_files(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("how", ["moved", "deleted", "replaced"])
-def test_a_file_that_is_taken_away_is_begun_anew(tmp_path: Path, how: str) -> None:
+def test_a_moved_or_deleted_file_is_reopened(tmp_path: Path, how: str) -> None:
     path, moved = tmp_path / "log.jsonl", tmp_path / "log.jsonl-20260101"
     writer = RecordWriter(path)
     writer.write(record(1))
@@ -104,7 +104,7 @@ def test_a_file_that_is_taken_away_is_begun_anew(tmp_path: Path, how: str) -> No
     assert writer.dropped == 0
 
 
-def test_a_folder_that_is_taken_away_drops_records_until_it_is_back(tmp_path: Path) -> None:
+def test_a_deleted_folder_drops_records_until_it_is_back(tmp_path: Path) -> None:
     path = tmp_path / "logs" / "log.jsonl"
     path.parent.mkdir()
     writer = RecordWriter(path)
@@ -132,7 +132,7 @@ def test_a_slow_disk_drops_and_counts_but_never_blocks(
     assert caplog.text.count("records are being dropped") == 1
 
 
-def test_large_records_wait_for_the_disk_only_up_to_a_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_memory_of_queued_records_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     release = threading.Event()
     monkeypatch.setattr(RecordWriter, "_append", lambda self, line: release.wait(30))
     writer = RecordWriter(tmp_path / "log.jsonl", queue_bytes=1000)
@@ -144,7 +144,7 @@ def test_large_records_wait_for_the_disk_only_up_to_a_limit(tmp_path: Path, monk
     assert writer.written == 2
 
 
-def test_a_record_that_cannot_be_completed_is_dropped_alone(tmp_path: Path) -> None:
+def test_only_the_record_that_cannot_be_completed_is_dropped(tmp_path: Path) -> None:
     def fail(_: RequestRecord) -> None:
         raise ValueError("no JSON")
 
@@ -155,7 +155,7 @@ def test_a_record_that_cannot_be_completed_is_dropped_alone(tmp_path: Path) -> N
     assert (writer.written, writer.dropped) == (2, 1)
 
 
-def test_no_cached_token_is_written_and_unknown_is_not(tmp_path: Path) -> None:
+def test_zero_cached_tokens_are_written_and_unknown_are_not(tmp_path: Path) -> None:
     path = tmp_path / "log.jsonl"
     write(path, [record(cached_tokens=0), record()])
     none, unknown = (json.loads(line) for line in path.read_text().splitlines())
@@ -163,7 +163,7 @@ def test_no_cached_token_is_written_and_unknown_is_not(tmp_path: Path) -> None:
     assert "cached_tokens" not in unknown
 
 
-def test_a_full_disk_is_survived(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_full_disk_does_not_stop_the_writer(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     full = Path("/dev/full")
     if not full.exists():
         pytest.skip("no /dev/full on this system")
@@ -173,14 +173,14 @@ def test_a_full_disk_is_survived(tmp_path: Path, caplog: pytest.LogCaptureFixtur
     assert "No space left" in caplog.text
 
 
-def test_a_line_that_was_cut_off_is_taken_back(tmp_path: Path) -> None:
+def test_a_line_that_was_cut_off_is_removed(tmp_path: Path) -> None:
     path = tmp_path / "log.jsonl"
     write(path, [record(1)])
     writer = RecordWriter(path)
     real = writer._file
 
     class Short:
-        """Writes half of what it is given, as a disk does that fills up."""
+        """Writes half of a line, as a disk that fills up does."""
 
         def write(self, data: bytes) -> int:
             return real.write(data[: len(data) // 2])
@@ -195,7 +195,7 @@ def test_a_line_that_was_cut_off_is_taken_back(tmp_path: Path) -> None:
     assert [one.id for one in read(path)] == ["r1"]
 
 
-def test_the_log_knows_salts_apart_but_not_the_salts() -> None:
+def test_the_log_distinguishes_salts_without_revealing_them() -> None:
     assert salt_digest(None) == ""
     assert salt_digest("org_1" + "2345") == salt_digest("org_12345")
     assert salt_digest("tenant-a") != salt_digest("tenant-b")

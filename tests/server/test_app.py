@@ -1,4 +1,4 @@
-"""The whole server over real sockets: HTTP clients, the engine process, signals. The model is a fake runner's."""
+"""The whole server over real sockets: HTTP clients, the engine process, signals. A fake runner replaces the model."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def metric(url: str, name: str) -> float:
 
 
 def finished(url: str, reason: str) -> float:
-    """How many requests have ended in this way."""
+    """Returns the number of requests that finished for ``reason``."""
     families = text_string_to_metric_families(httpx.get(f"{url}/metrics").text)
     samples = [sample for family in families for sample in family.samples]
     return sum(
@@ -80,7 +80,7 @@ def until(condition: Callable[[], bool]) -> None:
         time.sleep(0.02)
 
 
-def test_the_start_says_what_fits(server: RunningServer) -> None:
+def test_the_start_logs_the_size_of_the_cache(server: RunningServer) -> None:
     start = "".join(server.log)
     assert re.search(r"INFO loading tiny from \S+model: the weights, then the cache and a first step\n", start)
     assert "num_gpu_blocks=256, block_size=16, 4,080 tokens fit" in start
@@ -141,7 +141,7 @@ def test_errors_with_the_openai_client(server: RunningServer, client: openai.Ope
     assert client.models.list().data[0].id == "tiny"
 
 
-def test_a_large_body_gets_its_answer_not_a_broken_pipe(server: RunningServer) -> None:
+def test_a_large_body_gets_413_not_a_broken_pipe(server: RunningServer) -> None:
     headers = {"authorization": "Bearer key"}
     big = {"prompt": "x" * 10_000_000}
     response = httpx.post(f"{server.url}/v1/completions", json=big, headers=headers)
@@ -151,7 +151,7 @@ def test_a_large_body_gets_its_answer_not_a_broken_pipe(server: RunningServer) -
     assert response.status_code == 413
 
 
-def test_an_endless_head_is_cut_off(server: RunningServer) -> None:
+def test_an_endless_request_head_is_cut_off(server: RunningServer) -> None:
     with connect(server) as connection:
         connection.sendall(b"GET /health HTTP/1.1\r\nx: ")
         answer = b""
@@ -168,7 +168,7 @@ def test_an_endless_head_is_cut_off(server: RunningServer) -> None:
 @pytest.mark.parametrize(
     "rest", [b"0\r\n" + b"x: y\r\n" * 20_000, b"1;" + b"x" * 200_000], ids=["trailers", "extension"]
 )
-def test_what_stands_around_the_chunks_of_a_body_is_cut_off(endless_server: RunningServer, rest: bytes) -> None:
+def test_endless_trailers_and_chunk_extensions_are_cut_off(endless_server: RunningServer, rest: bytes) -> None:
     head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n2\r\n{}\r\n"
     with connect(endless_server) as connection:
         try:
@@ -183,7 +183,7 @@ def test_what_stands_around_the_chunks_of_a_body_is_cut_off(endless_server: Runn
 
 
 @pytest.mark.parametrize("rest", [b"", b"no request\r\n\r\n"], ids=["leaves", "garbage"])
-def test_requests_sent_ahead_end_with_their_connection(endless_server: RunningServer, rest: bytes) -> None:
+def test_pipelined_requests_end_with_their_connection(endless_server: RunningServer, rest: bytes) -> None:
     body = json.dumps({"prompt": "a long novel", "max_tokens": ENDLESS, "ignore_eos": True}).encode()
     head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % len(body)
     aborted, ended = finished(endless_server.url, "abort"), finished(endless_server.url, "length")
@@ -199,7 +199,7 @@ def test_requests_sent_ahead_end_with_their_connection(endless_server: RunningSe
     assert not any("Traceback" in line for line in endless_server.log)
 
 
-def test_what_usage_metrics_and_log_say_is_the_same(server: RunningServer, client: openai.OpenAI) -> None:
+def test_usage_metrics_and_request_log_agree(server: RunningServer, client: openai.OpenAI) -> None:
     names = ("vllm:prefix_cache_queries_total", "vllm:prefix_cache_hits_total", "vllm:generation_tokens_total")
     until(lambda: metric(server.url, "vllm:num_requests_running") == 0)
     before = [metric(server.url, name) for name in names]
@@ -228,7 +228,7 @@ def test_what_usage_metrics_and_log_say_is_the_same(server: RunningServer, clien
 
 
 @pytest.mark.parametrize("streamed", [False, True])
-def test_clients_that_leave_free_their_blocks(endless_server: RunningServer, streamed: bool) -> None:
+def test_disconnected_clients_free_their_blocks(endless_server: RunningServer, streamed: bool) -> None:
     url = endless_server.url
     body = {"prompt": "a long novel", "max_tokens": ENDLESS, "ignore_eos": True, "stream": streamed}
     for _ in range(5):
@@ -262,7 +262,7 @@ def test_a_signal_ends_server_and_engine_under_load(tmp_path: Path, number: sign
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["SIGINT", "SIGTERM"])
-def test_requests_that_outlast_the_grace_are_told_so(tmp_path: Path, number: signal.Signals) -> None:
+def test_requests_that_outlast_the_shutdown_timeout_get_an_error(tmp_path: Path, number: signal.Signals) -> None:
     body = {"prompt": "x", "max_tokens": ENDLESS, "ignore_eos": True}
     log = tmp_path / "log.jsonl"
     with (
@@ -292,7 +292,7 @@ def test_requests_that_outlast_the_grace_are_told_so(tmp_path: Path, number: sig
     assert [record.finish for record in read(log)] == ["error", "error"]
 
 
-def test_two_signals_end_a_server_whose_engine_hangs(tmp_path: Path) -> None:
+def test_two_signals_end_a_server_with_a_hung_engine(tmp_path: Path) -> None:
     with fake_server(tmp_path / "model", ENDLESS_RUNNER, shutdown_timeout=1000) as running:
         engine = next(
             child
@@ -312,7 +312,7 @@ def test_two_signals_end_a_server_whose_engine_hangs(tmp_path: Path) -> None:
         assert not psutil.wait_procs([engine], 10)[1]
 
 
-def test_a_short_request_is_served_to_its_end_after_the_signal(tmp_path: Path) -> None:
+def test_a_short_request_is_completed_after_the_signal(tmp_path: Path) -> None:
     with fake_server(tmp_path / "model", ENDLESS_RUNNER) as running:
         body = {"prompt": "x", "max_tokens": 50, "ignore_eos": True, "stream": True, "return_token_ids": True}
         with httpx.stream("POST", f"{running.url}/v1/completions", json=body, timeout=30) as response:
@@ -326,7 +326,7 @@ def test_a_short_request_is_served_to_its_end_after_the_signal(tmp_path: Path) -
         assert running.process.wait(20) == 0
 
 
-def test_a_signal_while_the_model_loads_ends_both(tmp_path: Path) -> None:
+def test_a_signal_while_the_model_loads_ends_server_and_engine(tmp_path: Path) -> None:
     command = fake_command(tmp_path / "model", "tests.support.runners:load_for_ever")
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment()) as process:
         assert process.stderr is not None
@@ -338,7 +338,7 @@ def test_a_signal_while_the_model_loads_ends_both(tmp_path: Path) -> None:
         assert not psutil.wait_procs(children, 10)[1]
 
 
-def test_a_killed_engine_is_told_to_everybody(tmp_path: Path) -> None:
+def test_a_killed_engine_is_reported_to_all_clients(tmp_path: Path) -> None:
     with fake_server(tmp_path / "model", ENDLESS_RUNNER) as running:
         body = {"prompt": "x", "max_tokens": ENDLESS, "ignore_eos": True, "stream": True}
         with httpx.stream("POST", f"{running.url}/v1/completions", json=body, timeout=30) as response:
@@ -358,7 +358,7 @@ def test_a_killed_engine_is_told_to_everybody(tmp_path: Path) -> None:
         assert running.stop() == 0
 
 
-def test_a_taken_port_is_told_before_the_model_is_loaded(tmp_path: Path) -> None:
+def test_a_port_in_use_is_reported_before_the_model_is_loaded(tmp_path: Path) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
@@ -367,20 +367,20 @@ def test_a_taken_port_is_told_before_the_model_is_loaded(tmp_path: Path) -> None
             serve(EngineConfig(), ServerConfig(host="127.0.0.1", port=port), FakeSource(tmp_path))
 
 
-def test_a_log_that_cannot_be_written_is_told_before_the_model_is_loaded(tmp_path: Path) -> None:
+def test_an_unwritable_log_is_reported_before_the_model_is_loaded(tmp_path: Path) -> None:
     config = ServerConfig(host="127.0.0.1", port=0, record=str(tmp_path / "absent" / "log.jsonl"))
     with pytest.raises(ConfigError, match="--record"):
         serve(EngineConfig(), config, FakeSource(tmp_path))
 
 
-def test_a_log_level_that_is_none_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unknown_log_level_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ANAPHORA_LOGGING_LEVEL", "chatty")
     with pytest.raises(ConfigError, match=r"ANAPHORA_LOGGING_LEVEL must be one of .*DEBUG.*CHATTY"):
         serve(EngineConfig(), ServerConfig(host="127.0.0.1", port=0), FakeSource(tmp_path))
 
 
 @pytest.mark.parametrize("as_file", [False, True])
-def test_the_template_of_the_flag_replaces_the_models(tmp_path: Path, as_file: bool) -> None:
+def test_the_chat_template_flag_replaces_the_models_template(tmp_path: Path, as_file: bool) -> None:
     write_tokenizer(tmp_path, 300)
     template = "{{ messages[0].content }}!"
     (tmp_path / "own.jinja").write_text(template)
@@ -392,7 +392,7 @@ def test_the_template_of_the_flag_replaces_the_models(tmp_path: Path, as_file: b
         load_text(tmp_path, EngineConfig(ModelConfig(chat_template=str(tmp_path / "absent"))))
 
 
-def test_a_model_that_cannot_be_served_ends_the_start(tmp_path: Path) -> None:
+def test_a_refused_model_ends_the_start(tmp_path: Path) -> None:
     with (
         pytest.raises(AssertionError, match="sundial"),
         fake_server(tmp_path / "m", "tests.support.runners:load_refused"),
@@ -400,7 +400,7 @@ def test_a_model_that_cannot_be_served_ends_the_start(tmp_path: Path) -> None:
         pass
 
 
-def test_the_start_warns_of_what_breaks_reuse_with_its_mend(tmp_path: Path) -> None:
+def test_the_start_warns_of_what_breaks_reuse_and_how_to_fix_it(tmp_path: Path) -> None:
     write_tokenizer(tmp_path, 300, "{{ strftime_now('%d %B') }}{% for m in messages %}{{ m.content }}{% endfor %}")
     good, bad = EngineConfig(), EngineConfig(cache=CacheConfig(enable_prefix_caching=False, kv_cache_dtype="fp8"))
     (dated,) = _flag_warnings(good, tiny_info(), load_text(tmp_path, good))
@@ -412,7 +412,7 @@ def test_the_start_warns_of_what_breaks_reuse_with_its_mend(tmp_path: Path) -> N
     assert _flag_warnings(good, tiny_info(), load_text(tmp_path, good)) == []
 
 
-def test_metrics_tell_the_data_type_that_the_cache_really_has(server: RunningServer) -> None:
+def test_metrics_report_the_actual_data_type_of_the_cache(server: RunningServer) -> None:
     families = text_string_to_metric_families(httpx.get(f"{server.url}/metrics").text)
     (settings,) = (f.samples[0].labels for f in families if f.name == "vllm:cache_config_info")
     assert settings["cache_dtype"] == "none"  # the fake runner's, whatever --kv-cache-dtype asks for

@@ -63,7 +63,7 @@ def test_cold_cached_and_streamed_answers_are_the_same(client: openai.OpenAI) ->
         assert len(one.top_logprobs) == 3
 
 
-def test_an_answer_says_where_it_parts_from_an_earlier_one(client: openai.OpenAI) -> None:
+def test_an_answer_explains_where_it_differs_from_an_earlier_prompt(client: openai.OpenAI) -> None:
     def ask(question: str, **more: Any) -> Any:
         messages = [{"role": "system", "content": "Be brief and never guess."}, {"role": "user", "content": question}]
         body: dict[str, Any] = {"model": "tiny", "messages": messages, "max_tokens": 4, "temperature": 0}
@@ -104,7 +104,7 @@ def test_echo_scores_the_prompt_as_prompt_logprobs_do(server: RunningServer, cli
     assert choice.logprobs.token_logprobs == [None, *scores]
 
 
-def test_a_salt_parts_the_tenants(client: openai.OpenAI) -> None:
+def test_a_salt_separates_tenants(client: openai.OpenAI) -> None:
     def cached(salt: str) -> int:
         body: dict[str, Any] = {"model": "tiny", "prompt": "the same text for both tenants", "max_tokens": 1}
         usage = client.completions.create(**body, extra_body={"cache_salt": salt}).usage
@@ -113,7 +113,7 @@ def test_a_salt_parts_the_tenants(client: openai.OpenAI) -> None:
     assert [cached(salt) for salt in ("a", "b", "a", "b", "ab")] == [0, 0, 29, 29, 0]
 
 
-def test_a_pinned_prefix_stays_while_the_pool_turns_over(server: RunningServer, client: openai.OpenAI) -> None:
+def test_a_pinned_prefix_survives_the_eviction_of_everything_else(server: RunningServer, client: openai.OpenAI) -> None:
     system: Any = {"role": "system", "content": "You answer questions about prefixes. " * 6}
 
     def ask(question: str) -> Any:

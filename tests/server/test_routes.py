@@ -24,7 +24,7 @@ async def test_models(server: ScriptedServer) -> None:
 
 
 @pytest.mark.parametrize("trouble", ["dead", "hung", "cache_fault"])
-async def test_health_says_what_is_wrong_with_the_engine(server: ScriptedServer, trouble: str) -> None:
+async def test_health_reports_what_is_wrong_with_the_engine(server: ScriptedServer, trouble: str) -> None:
     assert (await server.client.get("/health")).json() == {"status": "ok"}
     setattr(server.engine, trouble, "it has gone for a walk")
     for method, path in (("GET", "/health"), ("GET", "/ping"), ("POST", "/ping")):
@@ -44,7 +44,7 @@ async def test_tokenize_and_back(server: ScriptedServer) -> None:
     assert back.json() == {"prompt": "né"}
 
 
-async def test_long_texts_to_tokenize_hold_up_no_answer(
+async def test_tokenizing_long_texts_does_not_delay_other_requests(
     server: ScriptedServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tokenizer, release = server.service.text.tokenizer, threading.Event()
@@ -66,7 +66,7 @@ async def test_long_texts_to_tokenize_hold_up_no_answer(
     assert {answer.json()["count"] for answer in await asyncio.gather(*long)} == {4}
 
 
-async def test_tokenized_messages_are_what_a_chat_computes(server: ScriptedServer) -> None:
+async def test_tokenized_messages_equal_the_prompt_of_a_chat(server: ScriptedServer) -> None:
     tokens = (await server.client.post("/tokenize", json={"messages": HI})).json()["tokens"]
     await server.client.post("/v1/chat/completions", json={"messages": HI})
     assert tuple(tokens) == server.engine.seen[-1].prompt_token_ids
@@ -97,7 +97,9 @@ async def test_small_routes(server: ScriptedServer) -> None:
     assert (await server.client.get("/load")).json() == {"server_load": 0}
 
 
-async def test_reset_says_whether_it_did(server: ScriptedServer, caplog: pytest.LogCaptureFixture) -> None:
+async def test_reset_reports_whether_it_emptied_the_cache(
+    server: ScriptedServer, caplog: pytest.LogCaptureFixture
+) -> None:
     caplog.set_level("INFO", logger="anaphora.server")
     assert (await server.client.post("/reset_prefix_cache")).json() == {"reset": True}
     server.engine.hold = asyncio.Event()
@@ -116,7 +118,7 @@ async def test_reset_says_whether_it_did(server: ScriptedServer, caplog: pytest.
     assert ["not emptied" in line for line in said] == [False, True, False]
 
 
-async def test_log_and_record_name_the_clients_id_and_what_failed(
+async def test_log_and_record_have_the_clients_id_and_the_error(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO", logger="anaphora.server")
@@ -170,7 +172,7 @@ async def test_bodies_are_recorded_only_on_request_and_never_the_salt(tmp_path: 
         assert ("secret plan" in log.read_text()) is record_prompts
 
 
-async def test_one_line_a_request(server: ScriptedServer, caplog: pytest.LogCaptureFixture) -> None:
+async def test_one_log_line_per_request(server: ScriptedServer, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO", logger="anaphora.server")
     server.engine.cached = 1
     await server.client.post("/v1/completions", json={"prompt": "Say", "max_tokens": 2})
@@ -181,7 +183,7 @@ async def test_one_line_a_request(server: ScriptedServer, caplog: pytest.LogCapt
     assert "output 2 tokens" in lines[0]
 
 
-async def test_keys_guard_all_but_the_probes(tmp_path: Path) -> None:
+async def test_api_keys_guard_all_routes_except_probes(tmp_path: Path) -> None:
     async with scripted(tmp_path, api_key=("first", "sécond")) as server:
         for path in ("/health", "/ping", "/version", "/metrics", "/load"):
             assert (await server.client.get(path)).status_code == 200
@@ -200,7 +202,7 @@ async def test_keys_guard_all_but_the_probes(tmp_path: Path) -> None:
         assert good.status_code == 200
 
 
-async def test_requests_that_can_reuse_nothing_are_warned_of_once(
+async def test_requests_that_bypass_the_cache_are_warned_about_once(
     server: ScriptedServer, caplog: pytest.LogCaptureFixture
 ) -> None:
     for _ in range(2):

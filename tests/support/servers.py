@@ -1,4 +1,4 @@
-"""The server under test: the application over a scripted engine, and a real server process on a free port."""
+"""Servers for tests: over a scripted engine, over an engine process, and as a process of its own."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ CHATML = (
 
 @dataclass
 class ScriptedEngine:
-    """Answers every request with the ids of ``reply`` one a step, then EOS; the last token counts as not cached."""
+    """Answers every request with the ids of ``reply``, one per step, then EOS."""
 
     reply: tuple[int, ...]
     info: EngineInfo
@@ -121,7 +121,7 @@ class ScriptedEngine:
 
 
 def scored(token: int, top: int) -> TokenLogprobs:
-    """A made-up score: the token itself is the most likely, its neighbours follow."""
+    """Returns made-up log-probabilities: the token itself is the most likely, its neighbours follow."""
     return TokenLogprobs(token, -0.5, 1, tuple((token + n, -0.5 - n) for n in range(top)))
 
 
@@ -132,7 +132,7 @@ def tiny_info(max_model_len: int = 512) -> EngineInfo:
 
 @dataclass
 class ScriptedServer:
-    """The application over a scripted engine, and a client of it."""
+    """The application over a scripted engine, and an HTTP client."""
 
     engine: ScriptedEngine
     service: Service
@@ -142,7 +142,7 @@ class ScriptedServer:
 
 @contextlib.asynccontextmanager
 async def scripted(folder: Path, reply: str = "Hello, world", **server: object) -> AsyncIterator[ScriptedServer]:
-    """``server`` are fields of ServerConfig."""
+    """Yields a ScriptedServer; ``server`` are fields of ServerConfig."""
     config = EngineConfig()
     folder.mkdir(parents=True, exist_ok=True)
     eos = write_tokenizer(folder, VOCAB, CHATML)
@@ -162,7 +162,7 @@ async def scripted(folder: Path, reply: str = "Hello, world", **server: object) 
 
 @dataclass
 class EngineServer:
-    """The application over a real engine process with a fake runner, and a client of it."""
+    """The application over an engine process with a fake runner, and an HTTP client."""
 
     engine: EngineClient
     service: Service
@@ -174,7 +174,7 @@ class EngineServer:
 async def engine_server(
     folder: Path, max_model_len: int, runner: str = FAKE, **server: object
 ) -> AsyncIterator[EngineServer]:
-    """``server`` are fields of ServerConfig. Ends with the check of the cache's books."""
+    """Yields an EngineServer and ends with the engine's invariant check; ``server`` are fields of ServerConfig."""
     folder.mkdir(parents=True, exist_ok=True)
     write_tokenizer(folder, 1000, CHATML)
     config = EngineConfig(ModelConfig(max_model_len=max_model_len), runner=runner)
@@ -192,7 +192,7 @@ async def engine_server(
 
 
 def events(body: str) -> list[dict[str, object]]:
-    """The JSON documents of an event stream, which must end in [DONE]."""
+    """Returns the JSON documents of an event stream, which must end in [DONE]."""
     lines = [line.removeprefix("data: ") for line in body.split("\n\n") if line]
     assert lines[-1] == "[DONE]"
     return [json.loads(line) for line in lines[:-1]]
@@ -212,20 +212,20 @@ class RunningServer:
 
 
 def environment() -> dict[str, str]:
-    """For server processes: theirs, and those that they start, can import ``tests``."""
+    """Returns an environment in which server processes and their children can import ``tests``."""
     return os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))}
 
 
 def cli_server(model: Path | str, *flags: str) -> contextlib.AbstractContextManager[RunningServer]:
-    """``anaphora serve MODEL FLAGS`` on a free port."""
+    """Runs ``anaphora serve MODEL FLAGS`` on a free port."""
     command = [sys.executable, "-m", "anaphora", "serve", str(model), "--host", "127.0.0.1", "--port", "0", *flags]
     return running_server(command)
 
 
 def fake_server(folder: Path, runner: str = FAKE, **server: object) -> contextlib.AbstractContextManager[RunningServer]:
-    """The whole server, engine process included, over a runner without a model.
+    """Runs the server with an engine process and a runner without a model.
 
-    ``server`` is for ServerConfig, ``max_model_len`` among it for the engine.
+    ``server`` are fields of ServerConfig, and ``max_model_len``.
     """
     return running_server(fake_command(folder, runner, **server))
 
@@ -238,7 +238,7 @@ def fake_command(folder: Path, runner: str = FAKE, **server: object) -> list[str
 
 @contextlib.contextmanager
 def running_server(command: list[str], timeout: float = 60) -> Iterator[RunningServer]:
-    """Run a server's command until the block ends; it has begun to serve when the block begins."""
+    """Runs a server's command until the block ends; it accepts connections when the block begins."""
     process = subprocess.Popen(
         command,
         stderr=subprocess.PIPE,

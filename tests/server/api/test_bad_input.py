@@ -1,4 +1,4 @@
-"""Every wrong body gets an error in OpenAI's form that names the field, and the next request works."""
+"""Every wrong body gets an error in OpenAI's format that names the field, and the next request works."""
 
 from __future__ import annotations
 
@@ -194,12 +194,12 @@ async def test_completion_names_the_field(server: ScriptedServer, param: str, bo
     ],
     ids=lambda value: repr(value[:50]),
 )
-async def test_what_is_no_json_object(server: ScriptedServer, body: str | bytes) -> None:
+async def test_a_body_that_is_not_a_json_object_is_refused(server: ScriptedServer, body: str | bytes) -> None:
     await refused(server, CHAT, body)
 
 
 @pytest.mark.parametrize("coding", ["gzip", "zstd", "identity"])
-async def test_a_compressed_body_is_refused_by_its_coding(server: ScriptedServer, coding: str) -> None:
+async def test_a_compressed_body_is_refused_naming_the_encoding(server: ScriptedServer, coding: str) -> None:
     content = json.dumps(text()).encode()
     content = gzip.compress(content) if coding == "gzip" else content
     response = await server.client.post(TEXT, content=content, headers={"content-encoding": coding})
@@ -207,7 +207,7 @@ async def test_a_compressed_body_is_refused_by_its_coding(server: ScriptedServer
     assert coding == "identity" or f"Content-Encoding: '{coding}'" in response.json()["error"]["message"]
 
 
-async def test_the_limit_is_named_and_the_same_everywhere(server: ScriptedServer) -> None:
+async def test_the_length_limit_is_named_and_the_same_on_all_routes(server: ScriptedServer) -> None:
     error = await refused(server, TEXT, text(prompt=[1] * 600))
     assert "512" in error["message"]
     assert "600" in error["message"]
@@ -220,7 +220,7 @@ async def test_the_limit_is_named_and_the_same_everywhere(server: ScriptedServer
 @pytest.mark.parametrize(
     "fields", [{"prompt": "x" * 1_000_000}, {"messages": [{"role": "user", "content": "x" * 10**6}]}]
 )
-async def test_far_too_long_texts_are_not_encoded_to_their_end(
+async def test_far_too_long_texts_are_not_encoded_in_full(
     server: ScriptedServer, monkeypatch: pytest.MonkeyPatch, fields: dict[str, Any]
 ) -> None:
     tokenizer, encoded = server.service.text.tokenizer, []
@@ -242,7 +242,7 @@ async def test_deep_nesting_inside_the_fields(server: ScriptedServer) -> None:
     assert (await server.client.post(CHAT, json=chat())).status_code == 200
 
 
-async def test_max_tokens_left_out_is_cut_to_the_room(server: ScriptedServer) -> None:
+async def test_max_tokens_defaults_to_what_the_window_leaves(server: ScriptedServer) -> None:
     await server.client.post(CHAT, json=chat())
     request = server.engine.seen[-1]
     assert request.sampling.max_tokens == 512 - len(request.prompt_token_ids)
@@ -256,7 +256,7 @@ async def test_unknown_model_is_404(server: ScriptedServer) -> None:
     assert (await server.client.post(TEXT, json=text(model="alias"))).json()["model"] == "alias"
 
 
-async def test_unknown_routes_and_methods_have_the_same_form(server: ScriptedServer) -> None:
+async def test_unknown_routes_and_methods_have_the_same_error_format(server: ScriptedServer) -> None:
     for method, path, status in (("GET", "/v1/nothing", 404), ("GET", CHAT, 405), ("DELETE", "/health", 405)):
         response = await server.client.request(method, path)
         assert response.status_code == status
@@ -287,7 +287,7 @@ async def test_unknown_fields_are_named_in_the_debug_log(
     assert "tempratur" in caplog.text
 
 
-async def test_a_salt_reaches_the_engine_as_it_is(server: ScriptedServer) -> None:
+async def test_a_salt_reaches_the_engine_unchanged(server: ScriptedServer) -> None:
     salt = "org_1\0|/2345"
     await server.client.post(TEXT, json=text(cache_salt=salt))
     assert server.engine.seen[-1].cache_salt == salt
@@ -318,7 +318,7 @@ NASTY: tuple[Any, ...] = (
 
 
 @pytest.mark.parametrize("kind", [ChatRequest, CompletionRequest, TokenizeRequest, DetokenizeRequest])
-async def test_no_value_of_any_field_is_more_than_a_bad_request(server: ScriptedServer, kind: type[Body]) -> None:
+async def test_no_value_of_any_field_causes_a_server_error(server: ScriptedServer, kind: type[Body]) -> None:
     path, usual = {
         ChatRequest: (CHAT, chat()),
         CompletionRequest: (TEXT, text()),
@@ -336,7 +336,7 @@ async def test_no_value_of_any_field_is_more_than_a_bad_request(server: Scripted
     assert server.service.in_flight == 0
 
 
-async def test_an_error_of_one_prompt_ends_its_siblings(server: ScriptedServer) -> None:
+async def test_an_error_in_one_prompt_aborts_the_others_of_its_body(server: ScriptedServer) -> None:
     server.engine.fail_after = 2
     response = await server.client.post(TEXT, json=text(prompt=["a", "b", "c"]))
     assert response.status_code == 500
@@ -344,7 +344,7 @@ async def test_an_error_of_one_prompt_ends_its_siblings(server: ScriptedServer) 
     assert len(server.engine.aborted) == 3
 
 
-def test_a_body_of_several_kinds_is_told_by_its_required_field() -> None:
+def test_the_required_field_selects_the_body_type() -> None:
     chat, _ = parse(b'{"messages": [{"role": "user", "content": "a"}]}', ChatRequest, CompletionRequest)
     text, _ = parse(b'{"prompt": "a", "messages": null}', ChatRequest, CompletionRequest)
     assert isinstance(chat, ChatRequest)

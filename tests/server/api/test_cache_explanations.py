@@ -1,4 +1,4 @@
-"""What a request is told of its cache lookup, over an engine process with a fake runner. A token is a byte here."""
+"""Explanations of cache lookups, over an engine process with a fake runner. One token is one byte."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ async def asked(server: EngineServer, body: dict[str, Any]) -> dict[str, Any]:
     return told
 
 
-async def test_the_first_other_character_is_named_with_both_texts(server: EngineServer) -> None:
+async def test_the_first_differing_character_is_reported_with_both_texts(server: EngineServer) -> None:
     first = (await post(server, CHAT, chat(SYSTEM, "Is it 10:31 now? Say so."))).json()
     told = await asked(server, chat(SYSTEM, "Is it 10:45 now? Say so."))
     assert told["reason"] == "diverged"
@@ -73,7 +73,7 @@ async def test_the_first_other_character_is_named_with_both_texts(server: Engine
     )
 
 
-async def test_the_answer_the_header_and_the_question_say_the_same(server: EngineServer) -> None:
+async def test_body_field_header_and_explain_route_agree(server: EngineServer) -> None:
     await post(server, CHAT, chat(SYSTEM, "Who?"))
     body = chat(SYSTEM, "Where?", explain_cache=True)
     before = await asked(server, body)
@@ -93,7 +93,7 @@ async def test_the_answer_the_header_and_the_question_say_the_same(server: Engin
 
 
 @pytest.mark.parametrize("usage", [True, False])
-async def test_a_stream_explains_itself_in_its_head_and_its_last_chunk(server: EngineServer, usage: bool) -> None:
+async def test_a_stream_has_the_header_and_the_explanation_in_its_last_chunk(server: EngineServer, usage: bool) -> None:
     options = {"stream_options": {"include_usage": True}} if usage else {}
     for path, body in ((CHAT, chat(SYSTEM, "Who?")), (TEXT, {"prompt": "Once upon a time", "max_tokens": 3})):
         silent = await post(server, path, body | {"stream": True} | options)
@@ -108,7 +108,7 @@ async def test_a_stream_explains_itself_in_its_head_and_its_last_chunk(server: E
         assert ("usage" in last) == usage
 
 
-async def test_several_prompts_are_told_apart(server: EngineServer) -> None:
+async def test_each_prompt_of_a_body_is_explained(server: EngineServer) -> None:
     await post(server, TEXT, {"prompt": "one two three", "max_tokens": 2})
     body = {"prompt": ["one two four", "something else", "one two three"], "max_tokens": 2, "explain_cache": True}
     answer = await post(server, TEXT, body)
@@ -139,7 +139,7 @@ async def test_another_salt_is_cold_and_sees_no_text(server: EngineServer) -> No
     assert float(count.split()[-1]) == 1
 
 
-async def test_to_ask_generates_nothing_and_counts_nothing(server: EngineServer) -> None:
+async def test_explaining_generates_nothing_and_counts_nothing(server: EngineServer) -> None:
     await post(server, CHAT, chat(SYSTEM, "Who?"))
     before = server.service.engine.stats
     for body in (chat(SYSTEM, "Where?", stream=True, n=3), {"prompt": ["a", "b"]}, {"prompt": [1, 2, 3]}):
@@ -167,7 +167,7 @@ async def test_to_ask_generates_nothing_and_counts_nothing(server: EngineServer)
         ({"messages": [{"content": "no role"}]}, "messages[0].role"),
     ],
 )
-async def test_what_could_not_be_generated_is_refused_in_the_same_way(
+async def test_explain_refuses_what_generation_refuses(
     server: EngineServer, body: dict[str, Any], param: str | None
 ) -> None:
     response = await server.client.post(EXPLAIN, json=body)
@@ -182,7 +182,7 @@ async def test_a_bypass_names_its_field(server: EngineServer) -> None:
     assert (told["reason"], told["feature"], told["place"]) == ("bypassed", "prompt_logprobs", None)
 
 
-async def test_followers_of_a_running_prompt_are_in_flight(server: EngineServer) -> None:
+async def test_a_prompt_that_is_being_computed_is_in_flight(server: EngineServer) -> None:
     body = chat(SYSTEM * 3, "Who?", explain_cache=True)
     answers = await asyncio.gather(*(post(server, CHAT, body) for _ in range(4)))
     reasons = sorted(answer.json()["cache_explanations"][0]["reason"] for answer in answers)
@@ -193,7 +193,7 @@ async def test_followers_of_a_running_prompt_are_in_flight(server: EngineServer)
         assert (";waited=" in answer.headers[HEADER]) == waited
 
 
-async def test_places_in_tools_parts_calls_and_the_template(server: EngineServer) -> None:
+async def test_positions_in_tools_parts_calls_and_the_template(server: EngineServer) -> None:
     call = {"id": "c1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Bern"}'}}
     messages: list[dict[str, Any]] = [
         {"role": "system", "content": [{"type": "text", "text": "First part."}, {"type": "text", "text": "Second."}]},
@@ -235,8 +235,8 @@ async def test_the_record_has_the_place_and_the_log_the_reason(
     assert f"{second.cached_tokens} cached (diverged: request {first.id}" in line
 
 
-async def test_a_template_that_prints_the_time_is_searched(tmp_path: Path) -> None:
-    """The map of such a prompt is old at once: the texts are looked for in the prompt itself."""
+async def test_positions_with_a_template_that_prints_the_time(tmp_path: Path) -> None:
+    """The skeleton of such a prompt is outdated at once, so the texts are searched in the prompt itself."""
     clock = "{{ strftime_now('%f') }}|{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
     async with engine_server(tmp_path / "model", 1000) as server:
         object.__setattr__(server.service.text, "template", ChatTemplate(clock, {}))
@@ -258,7 +258,7 @@ def context_of(body: dict[str, Any]) -> RequestContext:
     return RequestContext(parsed, raw, CHAT, 0.0, None)
 
 
-async def test_evictions_and_equal_texts_in_other_tokens(tmp_path: Path) -> None:
+async def test_evictions_and_retokenised_texts(tmp_path: Path) -> None:
     async with scripted(tmp_path / "model") as server:
         server.engine.report = CacheReport(9, 4, "evicted", "evicted 3.0 s ago", 4, eviction=Eviction(3.0, "", 64, 320))
         (told,) = (await post(server, EXPLAIN, {"prompt": "one two three"})).json()["cache_explanations"]

@@ -38,7 +38,7 @@ async def test_a_whole_answer(server: ScriptedServer) -> None:
     assert answer["usage"]["prompt_tokens_details"] == {"cached_tokens": 0}
 
 
-async def test_the_order_of_a_stream(server: ScriptedServer) -> None:
+async def test_the_order_of_the_events_of_a_stream(server: ScriptedServer) -> None:
     chunks = await stream(server)
     assert chunks[0]["choices"][0]["delta"] == {"role": "assistant", "content": ""}
     assert joined(chunks) == "Hello, world"

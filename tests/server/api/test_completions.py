@@ -50,7 +50,7 @@ async def test_length_ends_it(server: ScriptedServer) -> None:
     assert answer["usage"]["completion_tokens"] == 5
 
 
-async def test_every_form_of_prompt_gives_the_same_ids(server: ScriptedServer) -> None:
+async def test_every_type_of_prompt_gives_the_same_ids(server: ScriptedServer) -> None:
     ids = (await server.client.post("/tokenize", json={"prompt": "Say"})).json()["tokens"]
     for prompt in ("Say", ["Say"], ids, [ids]):
         await post(server, prompt=prompt)
@@ -142,7 +142,7 @@ async def test_a_stop_token_is_shown_only_on_request(server: ScriptedServer) -> 
     assert joined(await stream(server, stop_token_ids=[server.engine.eos])) == "Hello, worl"
 
 
-async def test_a_stop_string_that_never_comes_is_given_out(server: ScriptedServer) -> None:
+async def test_text_held_back_for_a_stop_string_is_sent_at_the_end(server: ScriptedServer) -> None:
     assert (await post(server, stop=["world!"]))["choices"][0]["text"] == "Hello, world"
     assert joined(await stream(server, stop=["world!"])) == "Hello, world"
 

@@ -1,4 +1,4 @@
-"""From a token of the prompt to a character of a message, exactly, also where a character is several tokens."""
+"""Maps every token of a prompt to the exact character of a message, also if a character has several tokens."""
 
 from __future__ import annotations
 
@@ -40,7 +40,9 @@ def find(
 
 @settings(max_examples=100, deadline=None)
 @given(contents=st.lists(texts, min_size=1, max_size=4), data=st.data())
-def test_every_token_of_a_chat_is_placed(components: TextComponents, contents: list[str], data: st.DataObject) -> None:
+def test_every_token_of_a_chat_has_a_position(
+    components: TextComponents, contents: list[str], data: st.DataObject
+) -> None:
     roles = ["system", "user", "assistant", "user"]
     messages = [{"role": role, "content": text} for role, text in zip(roles, contents, strict=False)]
     body = ChatRequest(messages=messages)
@@ -60,7 +62,7 @@ def test_every_token_of_a_chat_is_placed(components: TextComponents, contents: l
 
 
 @given(text=texts.filter(lambda text: len(text.encode()) > 2), data=st.data())
-def test_every_token_of_a_completion_is_placed(components: TextComponents, text: str, data: st.DataObject) -> None:
+def test_every_token_of_a_completion_has_a_position(components: TextComponents, text: str, data: st.DataObject) -> None:
     prompt = prompts.encode(text, components.tokenizer, add_special_tokens=False)
     at = data.draw(st.integers(0, len(prompt.token_ids) - 2))
     character = len(text.encode()[:at].decode("utf-8", "ignore"))
@@ -68,7 +70,7 @@ def test_every_token_of_a_completion_is_placed(components: TextComponents, text:
     assert found == {"message": 0, "role": "prompt", "character": character}
 
 
-def test_where_there_is_nothing_to_place(components: TextComponents) -> None:
+def test_prompts_without_a_position(components: TextComponents) -> None:
     body = CompletionRequest(prompt="abcdef")
     prompt = prompts.encode("abcdef", components.tokenizer, add_special_tokens=False)
     assert find(components, body, prompt, 5) is None

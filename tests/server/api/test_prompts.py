@@ -1,4 +1,4 @@
-"""What conversations that begin with the same messages share, to the token."""
+"""The shared prefix of conversations that begin with the same messages is exact to the token."""
 
 from __future__ import annotations
 
@@ -59,13 +59,15 @@ def test_every_conversation_begins_with_its_shared_prefix(name: str, tools: Any,
         (EXAMPLE, {"add_generation_prompt": False, "continue_final_message": True}),
     ],
 )
-def test_what_is_said_to_be_the_whole_prompt_is_it(messages: list[dict[str, Any]], more: dict[str, Any]) -> None:
+def test_a_body_that_the_model_answers_next_is_the_whole_prompt(
+    messages: list[dict[str, Any]], more: dict[str, Any]
+) -> None:
     template = ChatTemplate(templates()["chatml"], {})
     request = ChatRequest(messages=messages, **more)
     assert shared_prefix(request, TOKENIZER, template, None) == chat_prompt(request, TOKENIZER, template)
 
 
-def test_a_template_that_shows_nothing_before_the_user_shares_nothing() -> None:
+def test_a_template_that_writes_nothing_before_the_user_message_is_refused() -> None:
     template = ChatTemplate("{{ messages[-1].content }}{{ messages[0].content }}", {})
     with pytest.raises(InvalidRequest, match="nothing before the user's message"):
         shared_prefix(ChatRequest(messages=[SYSTEM]), TOKENIZER, template, None)

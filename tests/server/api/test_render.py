@@ -1,4 +1,4 @@
-"""What the model would be given, and what was changed on the way there."""
+"""The render routes: the prompt that the model would get, and how it differs from what was sent."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ async def test_the_rendered_prompt_is_the_one_that_is_computed(server: ScriptedS
     assert (shown["request_id"], shown["model"], shown["changes"]) == ("chatcmpl-mine", "tiny", [])
 
 
-async def test_nothing_is_rewritten_unseen(server: ScriptedServer) -> None:
+async def test_every_change_to_the_prompt_is_listed(server: ScriptedServer) -> None:
     call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": '{"b": 1}'}}
     messages = [
         {"role": "developer", "content": [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]},
@@ -66,7 +66,7 @@ async def test_each_prompt_of_a_completion_is_shown(server: ScriptedServer) -> N
 
 
 @pytest.mark.parametrize("messages", [None, [], "x", [{"role": "user", "content": 5}]])
-async def test_what_could_not_be_asked_cannot_be_rendered(server: ScriptedServer, messages: Any) -> None:
+async def test_render_refuses_what_generation_refuses(server: ScriptedServer, messages: Any) -> None:
     response = await server.client.post(f"{CHAT}/render", json={"messages": messages})
     assert response.status_code == 400
     assert response.json()["error"]["param"].startswith("messages")

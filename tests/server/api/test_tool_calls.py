@@ -30,7 +30,7 @@ def read(pieces: list[str]) -> tuple[str, list[tuple[str, str]]]:
         ("1 <tool 2 < 3 <tool_call", "1 <tool 2 < 3 <tool_call", []),
     ],
 )
-def test_reading(text: str, plain: str, calls: list[tuple[str, str]]) -> None:
+def test_calls_are_separated_from_text(text: str, plain: str, calls: list[tuple[str, str]]) -> None:
     assert read([text]) == (plain, calls)
     assert read(list(text)) == (plain, calls)
 
@@ -38,7 +38,7 @@ def test_reading(text: str, plain: str, calls: list[tuple[str, str]]) -> None:
 @given(
     st.lists(st.sampled_from([CALL, "<tool", "_call>", "</tool_call>", "x", " ", "\n", "<"]), max_size=12), st.data()
 )
-def test_pieces_make_no_difference(parts: list[str], data: st.DataObject) -> None:
+def test_the_split_into_deltas_makes_no_difference(parts: list[str], data: st.DataObject) -> None:
     text = "".join(parts)
     cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=6)))
     pieces = [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]

@@ -1,4 +1,4 @@
-"""The routes under /v1/cache, over an engine process with a fake runner: what is computed, kept and listed."""
+"""The routes under /v1/cache, over an engine process with a fake runner: warm, pin, unpin, list, and --warm FILE."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from anaphora.server.cache_api import prefix_routes
 from anaphora.server.cache_api.prefix_routes import compute
 from anaphora.server.cache_api.warm_file import read_warm_file, warm_up
 from tests.support.clients import until
-from tests.support.servers import EngineServer, engine_server, environment, fake_command, fake_server
+from tests.support.servers import EngineServer, engine_server, environment, fake_command, fake_server, scripted
 
 pytestmark = pytest.mark.usefixtures("engine_surroundings")
 
 WINDOW = 1000
 BLOCKS = 255 - 63
-"""What may be pinned: the fake engine's pool without a request of the whole window, in blocks of 16."""
+"""Blocks of 16 tokens that may be pinned: the fake engine's pool minus a request of the full window."""
 SYSTEM = "You answer in one word. " * 8
 CHAT = "/v1/chat/completions"
 
@@ -67,13 +67,13 @@ async def cached(server: EngineServer, question: str, **fields: Any) -> int:
 
 
 async def flood(server: EngineServer) -> None:
-    """Other prompts, until nothing that may be evicted is left."""
+    """Sends other prompts until everything that may be evicted is."""
     await asyncio.gather(
         *(post(server, "/v1/completions", prompt=f"{i} " * 200, max_tokens=1) for i in range(100, 112))
     )
 
 
-async def test_a_pinned_system_text_serves_every_conversation_whatever_else_comes(server: EngineServer) -> None:
+async def test_a_pinned_system_text_is_reused_by_every_conversation_despite_other_traffic(server: EngineServer) -> None:
     (pin,) = (await post(server, "/v1/cache/pin", messages=system(), model="tiny"))["data"]
     rendered = f"<|im_start|>system\n{SYSTEM}<|im_end|>\n<|im_start|>user\n"
     assert pin["tokens"] == pin["kept_tokens"] == len(rendered)
@@ -91,7 +91,7 @@ async def test_a_pinned_system_text_serves_every_conversation_whatever_else_come
     assert await cached(server, "Why?") == 0
 
 
-async def test_warming_computes_and_keeps_nothing(server: EngineServer) -> None:
+async def test_warming_computes_and_pins_nothing(server: EngineServer) -> None:
     body = {"prompt": ["a" * 40, "a" * 40 + "b" * 20]}
     answer = await post(server, "/v1/cache/warm", **body)
     assert [entry["tokens"] for entry in answer["data"]] == [40, 60]
@@ -101,7 +101,7 @@ async def test_warming_computes_and_keeps_nothing(server: EngineServer) -> None:
     assert server.engine.stats.pinned_blocks == 0
 
 
-async def test_a_whole_request_is_pinned_as_it_would_be_asked(server: EngineServer) -> None:
+async def test_a_pinned_request_is_found_when_it_is_sent(server: EngineServer) -> None:
     body = chat("Why?", temperature=0.5, stream=True, user="u", response_format=None)
     (pin,) = (await post(server, "/v1/cache/pin", **body))["data"]
     assert await cached(server, "Why?") == pin["tokens"] - 1
@@ -119,7 +119,7 @@ async def test_pins_stay_through_a_reset_and_fill_again(server: EngineServer) ->
     assert await cached(server, "How?") == pin["tokens"]
 
 
-async def test_more_than_leaves_room_is_refused_with_numbers(server: EngineServer) -> None:
+async def test_pinning_too_much_is_refused_with_numbers(server: EngineServer) -> None:
     most = [f"{i:03}" + "x" * 749 for i in range(BLOCKS // 47)]
     assert len((await post(server, "/v1/cache/pin", prompt=most))["data"]) == 4
     error = await post(server, "/v1/cache/pin", 400, prompt="y" * 752)
@@ -130,7 +130,7 @@ async def test_more_than_leaves_room_is_refused_with_numbers(server: EngineServe
     assert answer["usage"]["completion_tokens"] == 10
 
 
-async def test_the_list_shows_what_saves_most_inside_the_callers_salt(server: EngineServer) -> None:
+async def test_the_list_is_sorted_by_savings_and_stays_within_the_callers_salt(server: EngineServer) -> None:
     before = time.time()
     for i in range(5):
         await cached(server, f"{i}?")
@@ -168,12 +168,13 @@ async def test_the_list_shows_what_saves_most_inside_the_callers_salt(server: En
         ("cache_salt=a", "cache_salt"),
     ],
 )
-async def test_a_wrong_query_is_refused_by_name(server: EngineServer, query: str, param: str) -> None:
-    response = await server.client.get(f"/v1/cache/prefixes?{query}")
-    assert response.status_code == 400
-    assert response.json()["error"]["param"] == param
-    response = await server.client.get("/v1/cache/prefixes", headers={"x-cache-salt": "s" * 257})
-    assert response.status_code == 400
+async def test_a_wrong_query_parameter_is_refused_by_name(tmp_path: Path, query: str, param: str) -> None:
+    async with scripted(tmp_path / "model") as server:  # refused before the engine is asked
+        response = await server.client.get(f"/v1/cache/prefixes?{query}")
+        assert response.status_code == 400
+        assert response.json()["error"]["param"] == param
+        response = await server.client.get("/v1/cache/prefixes", headers={"x-cache-salt": "s" * 257})
+        assert response.status_code == 400
 
 
 BAD: list[tuple[dict[str, Any], str | None]] = [
@@ -212,7 +213,7 @@ async def test_what_is_not_pinned_cannot_be_unpinned(server: EngineServer) -> No
     assert len((await listed(server))["pins"]) == 1
 
 
-async def test_keys_guard_the_routes(tmp_path: Path) -> None:
+async def test_api_keys_guard_the_routes(tmp_path: Path) -> None:
     async with engine_server(tmp_path / "model", WINDOW, api_key=("key",)) as server:
         for path in ("pin", "unpin", "warm"):
             await post(server, f"/v1/cache/{path}", 401, prompt="a")
@@ -221,7 +222,7 @@ async def test_keys_guard_the_routes(tmp_path: Path) -> None:
         assert (await server.client.get("/v1/cache/prefixes")).status_code == 401
 
 
-async def test_a_client_that_leaves_takes_its_pin_back(tmp_path: Path) -> None:
+async def test_a_disconnect_while_computing_removes_the_new_pins(tmp_path: Path) -> None:
     async with engine_server(tmp_path / "model", WINDOW, "tests.support.runners:load_slow") as server:
         (kept,) = (await post(server, "/v1/cache/pin", prompt="102 " * 240))["data"]
         body = {"prompt": [f"{i} " * 240 for i in range(100, 103)]}
@@ -235,7 +236,7 @@ async def test_a_client_that_leaves_takes_its_pin_back(tmp_path: Path) -> None:
         assert not server.engine._streams
 
 
-async def test_a_client_that_leaves_does_not_take_what_another_has_pinned(
+async def test_a_disconnect_keeps_what_another_request_has_pinned(
     server: EngineServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     computing = asyncio.Event()
@@ -262,7 +263,7 @@ STAGES = ["before pinning", "pinning", "pinned", "computing", "pinning again", "
 
 
 @pytest.mark.parametrize("stage", STAGES)
-async def test_a_client_that_leaves_before_the_answer_leaves_no_pin(
+async def test_a_disconnect_at_any_point_before_the_answer_leaves_no_pin(
     server: EngineServer, monkeypatch: pytest.MonkeyPatch, stage: str
 ) -> None:
     """The client leaves at each point at which the server waits for the engine."""
@@ -297,7 +298,7 @@ async def test_a_client_that_leaves_before_the_answer_leaves_no_pin(
 
 
 async def leave(server: EngineServer, body: dict[str, Any], gone: asyncio.Event, at_once: bool) -> list[dict[str, Any]]:
-    """Send a body to /v1/cache/pin and disconnect when ``gone`` is set; returns what the server sent."""
+    """Sends a body to /v1/cache/pin and disconnects when ``gone`` is set; returns the server's messages."""
     sent: list[dict[str, Any]] = []
     messages = iter([{"type": "http.request", "body": json.dumps(body).encode()}])
 
@@ -318,7 +319,7 @@ async def leave(server: EngineServer, body: dict[str, Any], gone: asyncio.Event,
     return sent
 
 
-async def test_pins_stay_when_the_client_leaves_after_the_answer(server: EngineServer) -> None:
+async def test_pins_stay_after_the_answer(server: EngineServer) -> None:
     gone = asyncio.Event()
     sent = await leave(server, {"prompt": "kept"}, gone, at_once=False)
     gone.set()
@@ -340,7 +341,7 @@ async def test_pins_stay_when_the_client_leaves_after_the_answer(server: EngineS
         ('{\n  "prompt": "a"\n}', 1),
     ],
 )
-async def test_the_forms_of_a_warm_file(server: EngineServer, tmp_path: Path, text: str, entries: int) -> None:
+async def test_the_formats_of_a_warm_file(server: EngineServer, tmp_path: Path, text: str, entries: int) -> None:
     path = tmp_path / "prefixes"
     path.write_text(text, "utf-8")
     found = read_warm_file(str(path))
@@ -377,7 +378,7 @@ def test_a_warm_file_that_cannot_be_read_is_refused_by_line(tmp_path: Path, text
         read_warm_file("a\0b")
 
 
-async def test_what_cannot_be_kept_is_named_with_its_line(server: EngineServer, tmp_path: Path) -> None:
+async def test_a_prefix_that_cannot_be_pinned_is_named_with_its_line(server: EngineServer, tmp_path: Path) -> None:
     path = tmp_path / "prefixes"
     for bad, message in (
         ('{"prompt": "' + "x" * WINDOW + '"}', "line 2: This model's maximum context length"),
@@ -389,7 +390,7 @@ async def test_what_cannot_be_kept_is_named_with_its_line(server: EngineServer, 
             await warm_up(server.service, read_warm_file(str(path)))
 
 
-def test_a_server_serves_when_its_prefixes_are_there_and_warns_of_what_breaks_reuse(tmp_path: Path) -> None:
+def test_a_server_pins_the_warm_file_before_it_serves_and_warns_of_what_breaks_reuse(tmp_path: Path) -> None:
     """The whole start: --warm, the template of the model, the order of the lines in the log."""
     path = tmp_path / "prefixes.jsonl"
     path.write_text(json.dumps({"messages": system()}) + "\n" + json.dumps({"prompt": "short"}) + "\n")
@@ -403,7 +404,7 @@ def test_a_server_serves_when_its_prefixes_are_there_and_warns_of_what_breaks_re
     assert "check of the resting engine failed" not in log
 
 
-def test_a_start_that_cannot_keep_its_prefixes_ends_by_their_line(tmp_path: Path) -> None:
+def test_a_start_that_cannot_pin_the_warm_file_ends_naming_the_line(tmp_path: Path) -> None:
     path = tmp_path / "prefixes.jsonl"
     path.write_text(json.dumps({"prompt": "x" * WINDOW}) + "\n")
     command = fake_command(tmp_path / "model", warm=str(path), max_model_len=WINDOW)

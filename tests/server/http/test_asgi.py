@@ -1,4 +1,4 @@
-"""Body limits and clients that leave, at the level of ASGI messages."""
+"""Body limits and disconnects, at the level of ASGI messages."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ SCOPE = {
 
 
 async def leave(server: ScriptedServer, body: dict[str, Any], after_chunks: int | None) -> list[dict[str, Any]]:
-    """Send a request and disconnect: after some chunks of the answer, or once the engine works on it."""
+    """Sends a request and disconnects: after some chunks of the answer, or once the engine runs it."""
     sent: list[dict[str, Any]] = []
     gone = asyncio.Event()
     messages = iter([{"type": "http.request", "body": json.dumps(body).encode()}])
@@ -71,7 +71,7 @@ async def leave(server: ScriptedServer, body: dict[str, Any], after_chunks: int 
 
 
 @pytest.mark.parametrize("streamed", [False, True])
-async def test_a_client_that_leaves_while_it_waits_ends_its_request(server: ScriptedServer, streamed: bool) -> None:
+async def test_a_disconnect_while_waiting_aborts_the_request(server: ScriptedServer, streamed: bool) -> None:
     server.engine.hold = asyncio.Event()  # never set: the request would wait for ever
     for _ in range(20):
         await leave(server, {"prompt": "x", "stream": streamed}, None)
@@ -80,7 +80,7 @@ async def test_a_client_that_leaves_while_it_waits_ends_its_request(server: Scri
     assert server.service.in_flight == 0
 
 
-async def test_a_client_that_leaves_a_stream_ends_its_request(tmp_path: Path) -> None:
+async def test_a_disconnect_from_a_stream_aborts_the_request(tmp_path: Path) -> None:
     async with scripted(tmp_path, "a" * 400) as server:
         sent = await leave(server, {"prompt": ["x", "y"], "stream": True, "max_tokens": 400}, 5)
         assert len(sent) < 50
@@ -88,7 +88,7 @@ async def test_a_client_that_leaves_a_stream_ends_its_request(tmp_path: Path) ->
         assert not server.engine.running
 
 
-async def test_chunks_pass_no_middleware(server: ScriptedServer, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_chunks_bypass_the_middleware(server: ScriptedServer, monkeypatch: pytest.MonkeyPatch) -> None:
     passed: list[str] = []
     build = ServerErrorMiddleware.__call__
 

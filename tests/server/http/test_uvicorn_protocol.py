@@ -70,7 +70,7 @@ class Peer:
         return int(first.split()[1]), headers, json.loads(body)
 
     async def closed(self) -> bytes:
-        """What came until the server closed the connection."""
+        """Returns what arrives until the server closes the connection."""
         with contextlib.suppress(ConnectionError):
             return await self.reader.read()
         return b""
@@ -108,7 +108,7 @@ class Running:
         return self.peers[-1]
 
     async def send(self, peer: Peer, data: bytes) -> None:
-        """Send, and wait until the server has read it."""
+        """Sends, and waits until the server has read it."""
         expected = self.received + len(data)
         peer.send(data)
         await until(lambda: self.received >= expected)
@@ -142,7 +142,7 @@ async def running(grace_s: float = 5) -> AsyncIterator[Running]:
 
 @pytest.mark.parametrize("chunked", [False, True], ids=["length", "chunked"])
 @pytest.mark.parametrize("cut", [None, 1, 7], ids=["whole", "bytes", "pieces"])
-async def test_a_body_behind_an_offer_to_upgrade_is_read(chunked: bool, cut: int | None) -> None:
+async def test_the_body_of_a_request_with_an_upgrade_header_is_read(chunked: bool, cut: int | None) -> None:
     body = (
         b"transfer-encoding: chunked\r\n\r\n5\r\nhello\r\n0\r\n\r\n" if chunked else b"content-length: 5\r\n\r\nhello"
     )
@@ -157,7 +157,7 @@ async def test_a_body_behind_an_offer_to_upgrade_is_read(chunked: bool, cut: int
             assert (await peer.answer())[::2] == (200, expected)
 
 
-async def test_an_offer_of_websockets_is_answered_as_plain_http() -> None:
+async def test_a_websocket_upgrade_is_answered_as_plain_http() -> None:
     async with running() as server:
         peer = await server.connect()
         peer.send(b"GET /d HTTP/1.1\r\nhost: x\r\nconnection: upgrade\r\nupgrade: websocket\r\n\r\n")
@@ -176,7 +176,7 @@ async def test_an_offer_of_websockets_is_answered_as_plain_http() -> None:
     ],
     ids=["connect", "garbage", "long head", "negative length", "two lengths", "tls"],
 )
-async def test_what_is_no_request_is_refused_in_the_form_of_the_api(data: bytes, says: str) -> None:
+async def test_an_invalid_request_gets_an_error_in_the_apis_format(data: bytes, says: str) -> None:
     async with running() as server:
         peer = await server.connect()
         peer.send(data)
@@ -205,7 +205,7 @@ async def test_a_request_that_does_not_arrive_is_408(start: bytes) -> None:
 
 
 @pytest.mark.parametrize("sent", [b"", b"\r\n"])
-async def test_a_connection_that_says_nothing_is_closed(sent: bytes) -> None:
+async def test_a_silent_connection_is_closed(sent: bytes) -> None:
     async with running() as server:
         peer = await server.connect()
         await server.send(peer, sent)
@@ -221,7 +221,7 @@ async def test_a_connection_that_says_nothing_is_closed(sent: bytes) -> None:
         assert await served.closed() == b""
 
 
-async def test_a_slow_body_that_goes_on_is_read_to_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_slow_body_is_read_in_full_while_data_arrives(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(uvicorn_protocol, "MIN_BYTES_PER_S", 10)
     head = POST + b"content-length: 60\r\n\r\n"
     async with running() as server:
@@ -237,7 +237,7 @@ async def test_a_slow_body_that_goes_on_is_read_to_its_end(monkeypatch: pytest.M
         assert (await stalled.answer())[0] == 408
 
 
-async def test_waiting_for_an_answer_costs_no_time_of_the_next_request() -> None:
+async def test_waiting_for_an_answer_does_not_count_as_time_of_the_next_request() -> None:
     async with running() as server:
         peer = await server.connect()
         await server.send(peer, b"GET /hold HTTP/1.1\r\nhost: x\r\n\r\n" + POST)
@@ -249,7 +249,7 @@ async def test_waiting_for_an_answer_costs_no_time_of_the_next_request() -> None
         assert (await peer.answer())[::2] == (200, ["POST", "/a", "b=c", ""])
 
 
-async def test_shutdown_waits_for_answers_and_refuses_what_has_not_arrived() -> None:
+async def test_shutdown_waits_for_answers_and_refuses_incomplete_requests() -> None:
     async with running(grace_s=7) as server:
         quick, slow, late, idle = [await server.connect() for _ in range(4)]
         for peer in (quick, slow):
