@@ -53,6 +53,7 @@ ENDLESS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ENDLESS)
 def test_what_would_not_end_ends_in_an_error_and_the_next_rendering_works(name: str, sandbox: Sandbox) -> None:
     source, reason = ENDLESS[name]
