@@ -26,6 +26,8 @@ from tests.support.runners import ENDLESS
 from tests.support.servers import CHATML, FakeSource, RunningServer, environment, fake_command, fake_server, tiny_info
 from tests.support.tokenizers import write_tokenizer
 
+pytestmark = pytest.mark.slow
+
 ENDLESS_RUNNER = "tests.support.runners:load_endless"
 HI = [{"role": "user", "content": "hi"}]
 

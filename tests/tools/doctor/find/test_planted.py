@@ -17,6 +17,8 @@ from anaphora.tools.shared.tokenizer_and_template import TokenizerAndTemplate, l
 from tests.tools.doctor import logs
 from tests.tools.doctor.logs import Body
 
+pytestmark = pytest.mark.slow
+
 START = datetime(2026, 11, 29, 10, 15, 2)
 
 

@@ -16,6 +16,8 @@ from anaphora.tools.doctor import DoctorOptions, run
 from tests.tools.doctor import logs
 from tests.tools.doctor.logs import Body
 
+pytestmark = pytest.mark.slow
+
 RULES = logs.rules(lines=20)
 
 
