@@ -27,7 +27,7 @@ from typing import Any
 
 import httpx
 
-from anaphora.tools.bench.servers import OwnServer, free_port
+from anaphora.tools.bench.own_server import OwnServer, free_port
 from anaphora.tools.shared.machine import commit, machine, versions
 
 START_SECONDS = 300
