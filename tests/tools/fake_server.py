@@ -1,4 +1,4 @@
-"""A small OpenAI-compatible server whose truth is known: its tokens, its cache, its faults and its clock are set."""
+"""A small OpenAI-compatible server for tests: its tokens, cache, faults and delays are given."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def render(messages: list[dict[str, Any]], tools: Any = None) -> list[int]:
 
 @dataclass
 class Fake:
-    """What the server does. ``fail`` are the numbers of answers that fail (0 is the first after the warm-up)."""
+    """What the server does. ``fail`` are the numbers of the requests that fail (0 is the first after the warm-up)."""
 
     caching: bool = True
     usage: bool = True
@@ -54,6 +54,9 @@ class Fake:
     prefill_s: float = 0.0
     step_s: float = 0.0
     role_first_s: float = 0.0
+    gather: int = 0
+    """Answers wait until this many requests have been in flight together."""
+    gathered: asyncio.Event = field(default_factory=asyncio.Event)
     api_key: str | None = None
     known: set[tuple[str | None, int]] = field(default_factory=set)
     seen: list[dict[str, Any]] = field(default_factory=list)
@@ -66,7 +69,7 @@ class Fake:
     url: str = ""
 
     def look_up(self, ids: list[int], salt: str | None) -> int:
-        """Cached tokens of a prompt, whose blocks are known from now on."""
+        """Returns the cached tokens of a prompt and stores its blocks."""
         chain, found, going = 0, 0, True
         for start in range(0, len(ids) - BLOCK + 1, BLOCK):
             chain = hash((chain, *ids[start : start + BLOCK]))
@@ -126,9 +129,11 @@ def application(fake: Fake) -> Starlette:
 
 
 async def stream(fake: Fake, body: dict[str, Any], number: int) -> AsyncIterator[str]:
-    """Role, tokens, finish reason, usage, [DONE]: each with the delays that ``fake`` says."""
+    """Role, tokens, finish reason, usage, [DONE], each after the delay set in ``fake``."""
     fake.in_flight += 1
     fake.most_in_flight = max(fake.most_in_flight, fake.in_flight)
+    if fake.in_flight >= fake.gather:
+        fake.gathered.set()
     chat = "messages" in body
     ids = render(body["messages"], body.get("tools")) if chat else words(body["prompt"])
     cached = fake.look_up(ids, body.get("cache_salt"))
@@ -138,6 +143,8 @@ async def stream(fake: Fake, body: dict[str, Any], number: int) -> AsyncIterator
     if chat:
         yield event({"choices": [{"index": 0, "delta": {"role": "assistant", "content": ""}}]})
         await asyncio.sleep(fake.role_first_s)
+    if number >= 0:
+        await fake.gathered.wait()
     await asyncio.sleep(fake.prefill_s)
     fake.answered += 1
     fake.prefill_sum += fake.prefill_s

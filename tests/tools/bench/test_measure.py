@@ -14,7 +14,7 @@ import pytest
 from rich.console import Console
 
 from anaphora.errors import AnaphoraError, ConfigError
-from anaphora.tools.bench import BenchOptions, run
+from anaphora.tools.bench import BenchOptions, command, run
 from anaphora.tools.bench.client import PlannedRequest, RequestResult, Server, read_counters, read_stream
 from anaphora.tools.bench.figures import (
     Load,
@@ -32,6 +32,13 @@ from tests.tools.fake_server import MODEL, Fake, event, render, serving, words
 from tests.tools.shared.test_simulate import simulate
 
 pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(autouse=True)
+def no_settling(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The fake server counts at once; real ones may update their counters after the last event."""
+    monkeypatch.setattr(command, "SETTLE_SECONDS", 0.0)
+
 
 SMALL = {"shared": 200, "own": 40, "out": 6, "requests": 6, "concurrency": 1, "rounds": 1, "seed": 1}
 CHAT = {"messages": [{"role": "user", "content": "How long does it take?"}]}
@@ -355,8 +362,8 @@ def test_every_request_is_greedy_and_of_fixed_length(tmp_path: Path) -> None:
         assert "cache_salt" not in body
 
 
-def test_a_closed_loop_keeps_so_many_in_flight(tmp_path: Path) -> None:
-    fake = Fake(prefill_s=0.02)
+def test_a_closed_loop_keeps_its_concurrency_in_flight(tmp_path: Path) -> None:
+    fake = Fake(gather=4)
     with serving(fake):
         found, _ = measure(tmp_path, url=fake.url, concurrency=4, requests=12, out=2)
     assert fake.most_in_flight == 4
@@ -364,7 +371,7 @@ def test_a_closed_loop_keeps_so_many_in_flight(tmp_path: Path) -> None:
 
 
 def test_an_open_loop_does_not_wait_for_answers(tmp_path: Path) -> None:
-    fake = Fake(prefill_s=0.6)
+    fake = Fake(gather=8)  # it answers nobody before all eight have come
     with serving(fake):
         found, _ = measure(tmp_path, url=fake.url, rate=200.0, requests=8, out=2)
     assert fake.most_in_flight == found["on"]["concurrency"] == 8

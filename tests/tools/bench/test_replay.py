@@ -9,9 +9,15 @@ from typing import Any, NoReturn
 import pytest
 
 from anaphora.errors import ConfigError
-from anaphora.tools.bench import BenchOptions, run, servers
+from anaphora.tools.bench import BenchOptions, command, run, servers
 from anaphora.tools.bench.replay import read_airline, read_log
 from tests.tools.fake_server import Fake, render, serving
+
+
+@pytest.fixture(autouse=True)
+def no_settling(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The fake server counts at once; real ones may update their counters after the last event."""
+    monkeypatch.setattr(command, "SETTLE_SECONDS", 0.0)
 
 
 def write(path: Path, *lines: dict[str, Any]) -> str:
