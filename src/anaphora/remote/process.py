@@ -32,9 +32,9 @@ from anaphora.types.outputs import StepResult
 logger = logging.getLogger("anaphora.engine")
 
 IDLE_BEFORE_CHECK_MS = 500
-"""Idle time before the cache is checked. The check visits every block, so it should not delay a request."""
+"""Idle milliseconds before the cache is checked. The check visits every block and should not delay a request."""
 LINGER_MS = 2000
-"""Time in which the last message may leave the process."""
+"""Milliseconds in which the last message may leave the process."""
 PR_SET_PDEATHSIG, PR_SET_NAME = 1, 15
 
 
@@ -156,7 +156,7 @@ def load_runner(config: EngineConfig) -> Runner:
 
 
 def build(settings: dict[str, Any]) -> Engine:
-    """Return the engine, loaded. Its objects are frozen, so that the garbage collector never visits them again."""
+    """Return the loaded engine. Its objects are frozen: the garbage collector never visits them again."""
     config = from_dict(EngineConfig, settings)
     engine = Engine(config, load_runner(config))
     gc.collect()

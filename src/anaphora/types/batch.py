@@ -46,7 +46,7 @@ class Chunk(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class BlockCopy:
-    """Copy the first ``filled`` token slots of block ``source`` to ``target``, in all layers, before it is written."""
+    """Copy the first ``filled`` slots of block ``source`` to ``target``, in all layers, before the forward pass."""
 
     source: int
     target: int
