@@ -1,4 +1,4 @@
-"""The offline face: the engine in this process, with the names and results of vLLM's offline API."""
+"""The offline API: the engine in this process, with the names and results of vLLM's."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from anaphora.types.sampling import SamplingParams
 logger = logging.getLogger(__name__)
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
-"""Text, token ids, or a dict with ``prompt`` or ``prompt_token_ids`` and, if wished, ``cache_salt``."""
+"""Text, token ids, or a dict with ``prompt`` or ``prompt_token_ids`` and optionally ``cache_salt``."""
 
 Message = Mapping[str, Any]
 
@@ -40,7 +40,7 @@ _PROMPT_KEYS = {"prompt", "prompt_token_ids", "cache_salt"}
 
 
 class Settings(TypedDict, total=False):
-    """What LLM takes besides the model: the fields of ModelConfig, CacheConfig and SchedulerConfig, described there."""
+    """Keyword arguments of LLM: the fields of ModelConfig, CacheConfig and SchedulerConfig, described there."""
 
     served_model_name: str | Sequence[str]
     dtype: str
@@ -64,7 +64,7 @@ class Settings(TypedDict, total=False):
 
 
 class TemplateOptions(TypedDict, total=False):
-    """How ``LLM.chat`` renders a conversation; ``chat_template_kwargs`` are further variables of the template."""
+    """How ``LLM.chat`` renders a conversation. ``chat_template_kwargs`` are more variables for the template."""
 
     tools: list[dict[str, Any]] | None
     add_generation_prompt: bool
@@ -75,9 +75,9 @@ class TemplateOptions(TypedDict, total=False):
 class LLM:
     """A model with its cache, in this process.
 
-    ``model`` is a folder in Hugging Face layout, a hub name or a GGUF file; left out, the embedded model. ``settings``
+    ``model`` is a folder in Hugging Face layout, a hub name or a GGUF file; None is the embedded model. ``settings``
     are named as in vLLM (see Settings). Raises ConfigError for a setting that is unknown or cannot work, ModelError
-    for a model that cannot be run. Use it from one thread; ``close``, or leaving a ``with`` block, ends it.
+    for a model that cannot be run. Use it from one thread; ``close``, or the end of a ``with`` block, frees its memory.
     """
 
     def __init__(self, model: str | PathLike[str] | None = None, **settings: Unpack[Settings]) -> None:
@@ -100,7 +100,7 @@ class LLM:
 
     @property
     def info(self) -> EngineInfo:
-        """What was loaded, its limits, and what could not be had as asked."""
+        """The loaded model, its limits, and warnings about settings that could not be followed."""
         return self._engine.info
 
     def generate(
@@ -109,17 +109,17 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool = True,
     ) -> list[RequestOutput]:
-        """Answer every prompt; the results are in the order of the prompts.
+        """Generate an answer to every prompt; returns them in the order of the prompts.
 
-        ``sampling_params``: one for all, one each, or None for the model's own defaults. A bad prompt raises
-        InvalidRequest, with its index, before anything runs. A request that a failed step took with it has
+        ``sampling_params``: one for all, one for each, or None for the model's own defaults. A bad prompt raises
+        InvalidRequest, with its index, before anything runs. A request that failed with its step has
         ``finish_reason`` "error" and the message as ``stop_reason``; the others are complete. Ctrl-C aborts all.
-        ``use_tqdm`` shows a progress bar where stderr is a terminal.
+        ``use_tqdm`` shows a progress bar if stderr is a terminal.
         """
-        items = _listed(prompts)
+        items = _as_list(prompts)
         processors = []
         for index, (item, sampling) in enumerate(zip(items, self._sampling(sampling_params, len(items)), strict=True)):
-            with _naming(index):
+            with _prompt_index(index):
                 processors.append(self._processor(item, sampling))
         self._run(processors, use_tqdm)
         return [processor.output() for processor in processors]
@@ -131,7 +131,7 @@ class LLM:
         use_tqdm: bool = True,
         **template: Unpack[TemplateOptions],
     ) -> list[RequestOutput]:
-        """Answer one conversation or a list of them, rendered by the model's chat template; as ``generate``."""
+        """Like ``generate``, for one conversation or a list of them, rendered by the model's chat template."""
         if unknown := set(template) - set(TemplateOptions.__annotations__):
             raise InvalidRequest(f"chat has no option {', '.join(sorted(unknown))}", param=min(unknown))
         if not _is_list(messages):
@@ -142,7 +142,7 @@ class LLM:
         conversations: Sequence[Any] = [messages] if single else messages
         prompts: list[Prompt] = []
         for index, conversation in enumerate(conversations):
-            with _naming(index):
+            with _prompt_index(index):
                 text = self._render(conversation, template)
                 token_ids = self._tokenizer.encode(text, add_special_tokens=False)
                 prompts.append({"prompt": text, "prompt_token_ids": token_ids})
@@ -153,27 +153,28 @@ class LLM:
         return self._tokenizer
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """What a call without ``sampling_params`` uses: the model's generation_config.json over vLLM's defaults."""
+        """The parameters of a call without ``sampling_params``: generation_config.json, else vLLM's defaults."""
         return SamplingParams(**self._defaults.sampling)
 
     def reset_prefix_cache(self) -> bool:
-        """Forget every cached prefix; says whether it did (False while blocks are in use)."""
+        """Remove every cached prefix. Returns False, and removes nothing, while blocks are in use."""
         return self._engine.reset_prefix_cache()
 
     def stats(self) -> EngineStats:
-        """Gauges of this moment and counters since the start."""
+        """Current gauges, and counters since the start."""
         return self._engine.stats()
 
     def check(self) -> None:
-        """Raise CacheInvariantError where the cache's books do not balance."""
+        """Raise CacheInvariantError if a block of the cache is not accounted for."""
         self._engine.check()
 
     def close(self) -> None:
-        """Give the model's and the cache's memory back. The object is of no use afterwards."""
+        """Free the memory of the model and the cache. The object cannot be used afterwards."""
         self._opened = None
 
     @property
     def closed(self) -> bool:
+        """Whether ``close`` was called."""
         return self._opened is None
 
     def __enter__(self) -> Self:
@@ -266,14 +267,14 @@ class LLM:
     def _run(self, processors: list[OutputProcessor], use_tqdm: bool) -> None:
         running = {processor.request.id: processor for processor in processors}
         try:
-            with _Bar(len(processors), use_tqdm) as bar, _interrupts_between_steps() as stop_if_interrupted:
+            with _ProgressBar(len(processors), use_tqdm) as bar, _interrupts_between_steps() as stop_if_interrupted:
                 for index, processor in enumerate(processors):
-                    with _naming(index):
+                    with _prompt_index(index):
                         self._engine.add(processor.request)
                 while self._engine.has_work:
                     stop_if_interrupted()
                     for update in self._engine.step().updates:
-                        # One that is not there is of an earlier call, aborted while this step was on its way.
+                        # An unknown id belongs to an earlier call, aborted while this step was running.
                         if known := running.get(update.request_id):
                             bar.count(update, self._take(known, update), known.finished)
                     bar.show()
@@ -291,7 +292,7 @@ class LLM:
         return delta
 
 
-def _listed(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     """One prompt or many, as a list. A list of ints is one prompt of token ids."""
     if isinstance(prompts, (str, Mapping)):
         return [prompts]
@@ -307,8 +308,8 @@ def _is_list(value: object) -> bool:
 
 
 @contextmanager
-def _naming(index: int) -> Iterator[None]:
-    """Put the prompt's index in front of what is wrong with it."""
+def _prompt_index(index: int) -> Iterator[None]:
+    """Prefix an InvalidRequest raised inside with the index of the prompt."""
     try:
         yield
     except InvalidRequest as error:
@@ -317,9 +318,9 @@ def _naming(index: int) -> Iterator[None]:
 
 @contextmanager
 def _interrupts_between_steps() -> Iterator[Callable[[], None]]:
-    """Hold Ctrl-C back until the caller asks, between two steps, where the engine's books are in order.
+    """Delay Ctrl-C until the caller asks for it, between two steps, where the engine's state is consistent.
 
-    A second Ctrl-C strikes at once. Another handler than Python's own is left alone.
+    A second Ctrl-C interrupts at once. A SIGINT handler other than Python's own is left alone.
     """
     in_main = threading.current_thread() is threading.main_thread()
     if not in_main or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
@@ -345,8 +346,8 @@ def _interrupts_between_steps() -> Iterator[Callable[[], None]]:
     stop_if_interrupted()
 
 
-class _Bar:
-    """Finished prompts, generated tokens per second and the share of prompt tokens from the cache, on stderr."""
+class _ProgressBar:
+    """Progress on stderr: finished prompts, generated tokens per second, share of prompt tokens from the cache."""
 
     def __init__(self, total: int, wanted: bool) -> None:
         console = Console(stderr=True)

@@ -208,7 +208,7 @@ def test_a_cache_folder_that_cannot_be_written_is_named(tmp_path: Path, monkeypa
 def test_files_that_are_no_whole_gguf_are_refused(tmp_path: Path) -> None:
     other = tmp_path / "other.gguf"
     other.write_bytes(b"<html>")
-    with pytest.raises(ModelError, match="is no GGUF file"):
+    with pytest.raises(ModelError, match="is not a GGUF file"):
         gguf.check(other)
     with pytest.raises(ModelError, match="one part of a split"):
         gguf.check(tmp_path / "m-00001-of-00003.gguf")

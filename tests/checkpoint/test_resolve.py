@@ -82,13 +82,13 @@ def test_a_broken_weights_file_is_named(content: bytes, tmp_path: Path, monkeypa
     monkeypatch.setattr(identity, "_WHOLE_FILE", -1)
     folder = write_folder(tmp_path / "broken")
     (folder / "model.safetensors").write_bytes(content)
-    with pytest.raises(ModelError, match=r"model\.safetensors is no safetensors file"):
+    with pytest.raises(ModelError, match=r"model\.safetensors is not a safetensors file"):
         resolve.resolve(str(folder))
 
 
 def test_files_and_paths_that_are_no_model(tmp_path: Path) -> None:
     (tmp_path / "model.bin").write_bytes(b"")
-    with pytest.raises(ModelError, match="a file but no GGUF"):
+    with pytest.raises(ModelError, match="a file but not GGUF"):
         resolve.resolve(str(tmp_path / "model.bin"))
     for name in (str(tmp_path / "absent"), "./absent", "../x/y", "a/b/c", "~/absent"):
         with pytest.raises(ModelError, match="there is no folder"):
@@ -105,7 +105,7 @@ def test_offline_and_absent_says_what_to_do(tmp_path: Path, monkeypatch: pytest.
 
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
-    with pytest.raises(ModelError, match=r"someone/nothing is no local folder.*name a local folder or GGUF file"):
+    with pytest.raises(ModelError, match=r"someone/nothing is not a local folder.*name a local folder or GGUF file"):
         resolve.resolve("someone/nothing")
 
 

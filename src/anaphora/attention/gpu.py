@@ -169,10 +169,11 @@ class TritonAttention:
         query = query if query.stride(-1) == 1 else query.contiguous()
         step = _LayerStep(layout, options, step_plan, pool, query, out, *partials)
         (num_small, num_large, _), (small_count, large_count, _) = step_plan.launches, step_plan.counts
+        small_items, large_items = step_plan.arrays[:2]
         overlap = num_small > 0 and num_large > 0
         with self._on_side_stream(overlap):
-            self._attend(step, large, step_plan.large_items, num_large, large_count)
-        self._attend(step, small, step_plan.small_items, num_small, small_count)
+            self._attend(step, large, large_items, num_large, large_count)
+        self._attend(step, small, small_items, num_small, small_count)
         self._join_side_stream(overlap)
         self._merge(step)
         return out
@@ -200,10 +201,9 @@ class TritonAttention:
             step = self._plan(tiling)
             launches = (len(step.small_items), len(step.large_items), len(step.merges))
             repeated = np.repeat(np.array(launches, np.int32), 4)  # each aligned to 16 bytes
-            arrays = [step.small_items, step.large_items, step.item_rows, step.merges, step.positions, step.tables]
-            counts, *views = pack([repeated, *arrays], self._device)
+            counts, *views = pack([repeated, *step.arrays], self._device)
             self._device_plans[tiling] = DevicePlan(
-                *views, counts.split(4), launches, step.num_partials, len(step.positions)
+                tuple(views), counts.split(4), launches, step.num_partials, len(step.positions)
             )
         return self._device_plans[tiling]
 
@@ -262,11 +262,12 @@ class TritonAttention:
         layout, options, query, pool = step.layout, step.options, step.query, step.pool
         float8 = self._dtype == FLOAT8
         elements, scales = _float8_views(pool) if float8 else (pool, pool)
+        _, _, item_rows, _, positions, tables = step.plan.arrays
         exact = (query.dtype if float8 else pool.dtype) == torch.float32
         attention.paged_attention[(launched * layout.heads,)](
             query, elements, scales, step.out, step.partial_out, step.partial_lse,
-            items, step.plan.item_rows, num_items, step.plan.positions, step.plan.tables,
-            step.sinks, options.scale, options.softcap or 1.0, options.window or 0,
+            items, item_rows, num_items, positions, tables, step.sinks,
+            options.scale, options.softcap or 1.0, options.window or 0,
             query.stride(0), query.stride(1),
             layout.heads, query.shape[0] // layout.heads, layout.key_size, *split_in_two(layout.key_size),
             layout.value_size, *split_in_two(layout.value_size), layout.latent, pool.shape[1], float8,
@@ -284,7 +285,7 @@ class TritonAttention:
             return
         heads, size = step.out.shape[1:]
         attention.merge_partials[(launched, -(-heads // MERGE_HEADS))](
-            step.partial_out, step.partial_lse, step.out, step.plan.merges, step.plan.counts[2], step.sinks,
+            step.partial_out, step.partial_lse, step.out, step.plan.arrays[3], step.plan.counts[2], step.sinks,
             heads, MERGE_HEADS, size, next_power_of_2(size), step.options.sinks is not None,
         )  # fmt: skip
 

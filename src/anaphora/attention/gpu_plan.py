@@ -68,6 +68,11 @@ class AttentionPlan:
     tables: IntArray
     num_partials: int
 
+    @property
+    def arrays(self) -> tuple[IntArray, ...]:
+        """What is sent to the device, in this order."""
+        return self.small_items, self.large_items, self.item_rows, self.merges, self.positions, self.tables
+
 
 @dataclass(slots=True, eq=False)
 class _Tiles:
@@ -126,7 +131,7 @@ def plan(
     single = lengths == 1
     decodes = _DecodeRows(slots[single], rows[single], starts[single], offsets[single])
     _decode_tiles(tiles, decodes, groups, block_size, tiling)
-    for index in np.flatnonzero(~single):
+    for index in np.flatnonzero(~single).tolist():
         _chunk_tiles(tiles, queries[index], int(offsets[index]), tiling)
     positions = np.arange(lengths.sum(), dtype=np.int32) + np.repeat(starts - rows, lengths)
     return _split_keys(tiles, positions, np.concatenate(tables), tiling)

@@ -6,6 +6,7 @@ plan does not fit runs without a graph.
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 
 import numpy as np
@@ -21,18 +22,13 @@ TABLE_ENTRIES = 2**22
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DevicePlan:
-    """An AttentionPlan on the device.
+    """An AttentionPlan on the device. ``arrays`` are those of AttentionPlan, in its order, flat.
 
     ``counts`` (on the device) and ``launches`` (on the host) are numbers of small items, large items and merges.
     ``num_rows`` is the number of rows whose keys and values are written.
     """
 
-    small_items: Tensor
-    large_items: Tensor
-    item_rows: Tensor
-    merges: Tensor
-    positions: Tensor
-    tables: Tensor
+    arrays: tuple[Tensor, ...]
     counts: tuple[Tensor, ...]
     launches: tuple[int, int, int]
     num_partials: int
@@ -53,10 +49,10 @@ class GraphBuffers:
         # In the order of the storage: counts, small and large items, item rows, merges, positions; then the tables.
         self._sizes = [-(-size // 4) * 4 for size in (12, small * 8, large * 8, rows * 8, rows * 3, rows)]
         self._edges = np.cumsum([0, *self._sizes]).tolist()
-        counts, *arrays = (storage[a:b] for a, b in zip(self._edges, self._edges[1:], strict=False))
+        counts, *arrays = (storage[a:b] for a, b in itertools.pairwise(self._edges))
         partials = 4 * rows + tiling.target_programs * (tiling.large_rows // tiling.queries_per_kv)
         tables = storage[self._edges[-1] :]
-        self.plan = DevicePlan(*arrays, tables, counts.split(4), (small, large, rows), partials, rows)
+        self.plan = DevicePlan((*arrays, tables), counts.split(4), (small, large, rows), partials, rows)
 
     @staticmethod
     def allocate(rows: int, tiling: Tiling, device: torch.device) -> Tensor:
@@ -65,13 +61,12 @@ class GraphBuffers:
 
     def fill(self, plan: AttentionPlan) -> bool:
         """Send ``plan`` to the buffers in one copy. Returns False, and sends nothing, if it does not fit."""
-        arrays = (plan.small_items, plan.large_items, plan.item_rows, plan.merges, plan.positions)
-        fits = all(array.size <= size for array, size in zip(arrays, self._sizes[1:], strict=True))
+        fits = all(array.size <= size for array, size in zip(plan.arrays[:-1], self._sizes[1:], strict=True))
         if not fits or plan.num_partials > self.plan.num_partials or plan.tables.size > TABLE_ENTRIES:
             return False
         counts = np.repeat(np.array([len(plan.small_items), len(plan.large_items), len(plan.merges)], np.int32), 4)
         packed = np.zeros(self._edges[-1] + plan.tables.size, np.int32)
-        for array, begin in zip((counts, *arrays, plan.tables), self._edges, strict=True):
+        for array, begin in zip((counts, *plan.arrays), self._edges, strict=True):
             packed[begin : begin + array.size] = array.ravel()
         self._storage[: packed.size].copy_(to_device(packed, self._storage.device))
         return True

@@ -1,8 +1,8 @@
-"""GGUF files, converted once to a safetensors folder in the user's cache folder.
+"""Converts a GGUF file, once, to a safetensors folder in the user's cache folder.
 
-A GGUF file takes many seconds to load each time; the folder made from it takes about one. The conversion runs in a
-process of its own (``python -m anaphora.checkpoint.gguf SOURCE TARGET``), so its memory and torch stay out of the
-caller. Nothing is ever found half done: the work happens in a temporary folder, under a lock, and ends with a rename.
+A GGUF file takes many seconds to load each time; the converted folder takes about one. The conversion runs in a
+process of its own (``python -m anaphora.checkpoint.gguf SOURCE TARGET``), so the caller needs neither its memory nor
+torch. It works in a temporary folder under a lock and ends with a rename, so a folder is either complete or absent.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from anaphora.checkpoint.gguf_tokenizer import GgufTokenizer
 from anaphora.errors import ModelError
 
 CONVERTER = 1
-"""Raise it when the conversion changes what it writes: it is part of the folder's name and identity."""
+"""Version of the conversion, part of the folder's name and identity. Raise it when the output changes."""
 DTYPE = "bfloat16"
 RECORD = "anaphora.json"
 
@@ -56,12 +56,12 @@ def file_sha256(path: Path) -> str:
 
 
 def identity_of(sha256: str) -> str:
-    """Identity of the weights that the conversion makes from a source with this digest."""
+    """Identity of the weights converted from a source with this digest."""
     return f"gguf-sha256:{sha256}:converter-{CONVERTER}:{DTYPE}"
 
 
 def check(path: Path) -> None:
-    """Raise ModelError where the file is none that can be converted."""
+    """Raise ModelError if the file cannot be converted."""
     if _SPLIT.search(path.name):
         raise ModelError(f"{path} is one part of a split GGUF; join the parts with llama.cpp's gguf-split --merge")
     try:
@@ -70,11 +70,11 @@ def check(path: Path) -> None:
     except OSError as error:
         raise ModelError(f"the GGUF file {path} cannot be read: {error.strerror or error}") from error
     if magic != b"GGUF":
-        raise ModelError(f"{path} is no GGUF file: it begins with {magic!r}, not b'GGUF'; download it again")
+        raise ModelError(f"{path} is not a GGUF file: it begins with {magic!r}, not b'GGUF'; download it again")
 
 
 def find(name: str, sha256: str) -> Converted | None:
-    """The finished conversion of a source with this digest, if there is one. ``name`` is for people only."""
+    """The finished conversion of a source with this digest, or None. ``name`` only makes the folder readable."""
     folder = _target(name, sha256)
     try:
         record = json.loads((folder / RECORD).read_text())
@@ -84,9 +84,9 @@ def find(name: str, sha256: str) -> Converted | None:
 
 
 def convert(path: Path, name: str, sha256: str, progress: Progress) -> Converted:
-    """The conversion of ``path``, made now if it is not there; ModelError says why it cannot be made.
+    """Convert ``path`` unless it is converted already. Raises ModelError, with the reason, if that fails.
 
-    Several processes may call this at once: one converts, the others wait for it.
+    Several processes may call this at the same time: one converts, the others wait for it.
     """
     if done := find(name, sha256):
         return done
@@ -144,7 +144,7 @@ def _locked(folder: Path, progress: Progress) -> Iterator[None]:
 
 
 def _sync(folder: Path) -> None:
-    """Bring the files to disk before the rename, so that a power cut leaves no finished folder with empty files."""
+    """Flush the files to disk before the rename, so that a power cut cannot leave a folder with empty files."""
     for path in (*folder.iterdir(), folder):
         descriptor = os.open(path, os.O_RDONLY)
         try:
@@ -154,6 +154,7 @@ def _sync(folder: Path) -> None:
 
 
 def _run_converter(path: Path, target: Path, progress: Progress) -> None:
+    """Run ``_write_folder`` in a process of its own and pass on its progress."""
     progress(f"Converting {path.name} to safetensors, once: about half a minute for a small model")
     # -P: a file named like a library in the caller's working directory must not be imported.
     command = [sys.executable, "-P", "-m", "anaphora.checkpoint.gguf", str(path.resolve()), str(target)]
@@ -179,8 +180,8 @@ def _run_converter(path: Path, target: Path, progress: Progress) -> None:
 
 
 def _write_folder(source: Path, target: Path) -> None:
-    """Load ``source`` with its weights unpacked to bfloat16 and save model, tokenizer and template to ``target``."""
-    tokenizer = GgufTokenizer(source)  # first: a broken file is found before torch is loaded
+    """Load ``source`` with its weights dequantised to bfloat16; save model, tokenizer and template to ``target``."""
+    tokenizer = GgufTokenizer(source)  # first, to find a broken file before torch is loaded
     import torch
     import transformers
 
@@ -191,8 +192,8 @@ def _write_folder(source: Path, target: Path) -> None:
     model = transformers.AutoModelForCausalLM.from_pretrained(
         **where, quantization_config=unpacked, dtype=getattr(torch, DTYPE)
     )
-    for mark in ("hf_quantizer", "is_quantized", "quantization_method"):
-        model.__dict__.pop(mark, None)
+    for attribute in ("hf_quantizer", "is_quantized", "quantization_method"):
+        model.__dict__.pop(attribute, None)
     if hasattr(model.config, "quantization_config"):
         del model.config.quantization_config
     print("progress: writing the weights", flush=True)

@@ -1,8 +1,8 @@
-"""The tokenizer inside a GGUF file, written as a Hugging Face folder has it.
+"""Writes the tokenizer inside a GGUF file as the files of a Hugging Face folder.
 
-transformers converts it as well, but loses the pre-tokenizer (digits are merged that the model saw one by one) and, in
-some versions, the end token. So byte-level vocabularies whose pre-tokenizer is known here are written from the file's
-own metadata; of others only the special tokens are put right.
+transformers converts it too, but loses the pre-tokenizer (it merges digits that the model saw one by one) and, in some
+versions, the end token. So byte-level vocabularies with a known pre-tokenizer are written from the file's own metadata;
+for others only the special tokens are corrected.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _KNOWN: dict[str, dict[str, Any]] = {
     "llama-bpe": {"pre_tokenizer": _split(_REGEX % "{1,3}"), "ignore_merges": True},
     "qwen2": {"pre_tokenizer": _split(_REGEX % ""), "normalizer": {"type": "NFC"}},
 }
-"""By ``tokenizer.ggml.pre``: what differs between the byte-level tokenizers."""
+"""What differs between byte-level tokenizers, by ``tokenizer.ggml.pre``."""
 
 
 class GgufTokenizer:
@@ -58,7 +58,7 @@ class GgufTokenizer:
         return self._get("ggml.model") == "gpt2" and self._get("ggml.pre") in _KNOWN
 
     def write(self, folder: Path) -> None:
-        """Write tokenizer.json, and the chat template where the file has one."""
+        """Write tokenizer.json, tokenizer_config.json and, if the file has one, the chat template."""
         tokens: list[str] = self._get("ggml.tokens")
         kinds: list[int] = self._get("ggml.token_type", [1] * len(tokens))
         own = _KNOWN[self._get("ggml.pre")]
@@ -88,7 +88,7 @@ class GgufTokenizer:
         _write_json(folder / "tokenizer_config.json", {"tokenizer_class": "PreTrainedTokenizerFast"})
 
     def correct_special_tokens(self, folder: Path) -> None:
-        """Put into tokenizer_config.json which tokens begin, end and pad a text, as the file has them."""
+        """Set the special tokens (begin, end, unknown, padding) in tokenizer_config.json to those of the file."""
         path = folder / "tokenizer_config.json"
         config = json.loads(path.read_text(encoding="utf-8"))
         tokens: list[str] = self._get("ggml.tokens")

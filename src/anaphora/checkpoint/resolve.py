@@ -1,4 +1,4 @@
-"""From what the user names as MODEL to a local folder in Hugging Face layout, with an identity of its weights."""
+"""Turns MODEL, as the user names it, into a local folder in Hugging Face layout and an identity of its weights."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _HUB_FILES = ("*.json", WEIGHTS, "*.jinja", "*.txt", "tokenizer.model")
 
 @dataclass(frozen=True)
 class ModelSource:
-    """A model on this machine. ``name`` is what the API calls it, ``identity`` changes when the weights do."""
+    """A model on this machine. ``name`` is its name in the API; ``identity`` changes when the weights do."""
 
     folder: Path
     name: str
@@ -42,8 +42,8 @@ def resolve(
 ) -> ModelSource:
     """Find, download or convert MODEL: a folder, a GGUF file, a hub name, or None for the embedded model.
 
-    Without ``weights`` (they will be made up) a folder needs none, and none are fetched. ``progress`` is told in words
-    what takes time. Raises ModelError, which says what is missing and what to do.
+    With ``weights`` False (they will be random) none are required or downloaded. ``progress`` is called with a line of
+    text before anything slow. Raises ModelError, which says what is missing and what to do.
     """
     say = progress or (lambda text: None)
     if model is None:
@@ -56,9 +56,9 @@ def resolve(
     if path.suffix.lower() == ".gguf":
         return _gguf(path, model, say)
     if path.is_file():
-        raise ModelError(f"{model} is a file but no GGUF; name a GGUF file or a folder in Hugging Face layout")
+        raise ModelError(f"{model} is a file but not GGUF; name a GGUF file or a folder in Hugging Face layout")
     if not _HUB_NAME.fullmatch(model):
-        raise ModelError(f"there is no folder {model}, and it is no hub name (such as Qwen/Qwen3-0.6B)")
+        raise ModelError(f"there is no folder {model}, and it is not a hub name (such as Qwen/Qwen3-0.6B)")
     folder = _download(model, trust_remote_code, weights, say)
     return ModelSource(folder, model, identity(folder))
 
@@ -70,11 +70,11 @@ def _named(model: object) -> str:
     return name
 
 
-# --- Where the models come from -------------------------------------------------------------------------------------
+# --- Sources of models ----------------------------------------------------------------------------------------------
 
 
 def _embedded(progress: Progress) -> ModelSource:
-    """The default model, from the installed package or an earlier conversion, under our own chat template."""
+    """The default model, from the installed package or an earlier conversion, with our own chat template."""
     done = gguf.find(EMBEDDED_NAME, EMBEDDED_SHA256)
     if done is None:
         path = _embedded_file()
@@ -90,7 +90,7 @@ def _embedded(progress: Progress) -> ModelSource:
 
 
 def _embedded_file() -> Path:
-    # find_spec, not import: the package's own code imports llama-cpp-python, which is not wanted here.
+    # find_spec, not import: importing the package would import llama-cpp-python.
     spec = importlib.util.find_spec(EMBEDDED_PACKAGE.partition("==")[0].replace("-", "_"))
     for place in (spec.submodule_search_locations or ()) if spec else ():
         if (path := Path(place) / EMBEDDED_FILE).is_file():
@@ -103,7 +103,7 @@ def _embedded_file() -> Path:
 
 
 def _set_template(folder: Path) -> None:
-    """Put the packaged ChatML template there; it may be newer than the conversion."""
+    """Write the packaged ChatML template into the folder; it may be newer than the conversion."""
     template = default_template()
     path = folder / "chat_template.jinja"
     if path.is_file() and path.read_text(encoding="utf-8") == template:
@@ -124,7 +124,7 @@ def _gguf(path: Path, name: str, progress: Progress) -> ModelSource:
 
 
 def _remembered_sha256(path: Path, progress: Progress) -> str:
-    """SHA-256 of a GGUF file; computed again only when its place, size or time of change has changed."""
+    """SHA-256 of a GGUF file; computed again only if its path, size, inode or modification time changed."""
     stat = path.stat()
     state = f"{path.resolve()}\0{stat.st_size}\0{stat.st_mtime_ns}\0{stat.st_ino}"
     note = gguf.cache_folder() / "sha256" / hashlib.sha256(state.encode()).hexdigest()
@@ -141,7 +141,7 @@ def _remembered_sha256(path: Path, progress: Progress) -> str:
 
 
 def _download(name: str, trust_remote_code: bool, weights: bool, progress: Progress) -> Path:
-    """The hub's files of a model (safetensors only: pickled weights can run code), from its cache if they are there."""
+    """Download a model from the hub, or take it from its cache. Only safetensors: pickled weights can run code."""
     from huggingface_hub import snapshot_download
 
     progress(f"Fetching {name} from the hub")
@@ -153,6 +153,6 @@ def _download(name: str, trust_remote_code: bool, weights: bool, progress: Progr
     except Exception as error:  # the hub library raises errors of several libraries for one cause
         reason = str(error).strip().partition("\n")[0] or type(error).__name__
         raise ModelError(
-            f"the model {name} is no local folder and could not be fetched from the hub: {reason}. "
+            f"the model {name} is not a local folder and could not be fetched from the hub: {reason}. "
             "Check the name and the network, run `hf auth login` for a gated model, or name a local folder or GGUF file"
         ) from error

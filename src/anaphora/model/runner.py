@@ -153,6 +153,9 @@ class ModelRunner:
 
     def _capture(self, limits: SchedulerConfig, loaded: LoadedModel) -> None:
         """Capture CUDA graphs; a warning says why if the model does not allow it."""
+        from anaphora.attention.gpu import TritonAttention
+
+        assert isinstance(self._backend, TritonAttention)
         slower = "steps run without CUDA graphs, and slower"
         if loaded.dtype != torch.bfloat16 and any(name.endswith("experts") for name, _ in self._base.named_modules()):
             self.warnings += (f"{slower}: experts in {str(loaded.dtype).removeprefix('torch.')} cannot be captured",)

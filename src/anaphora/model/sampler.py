@@ -133,9 +133,9 @@ class Sampler:
         asked = [i for i, row in enumerate(rows) if row.sampling.logprobs is not None]
         logprobs = None
         if asked:
-            index = to_device(np.array(asked), logits.device)
+            asking = to_device(np.array(asked), logits.device)
             counts = [rows[i].sampling.logprobs or 0 for i in asked]
-            logprobs = PendingLogprobs(logits[index], chosen[index], counts)
+            logprobs = PendingLogprobs(logits[asking], chosen[asking], counts)
         return SampledTokens(slots, chosen, best.isfinite(), [slots[i] for i in asked], logprobs)
 
     def prompt_logprobs(self, logits: Tensor, next_token_ids: list[int], k: int) -> list[TokenLogprobs]:

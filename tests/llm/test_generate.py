@@ -1,69 +1,21 @@
-"""The offline face over the fake runner: prompts in, answers out, faults in between."""
+"""LLM.generate over the fake runner: prompts, stop strings, salts, failed steps, interrupts, progress."""
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-import anaphora
 from anaphora import LLM, SamplingParams
 from anaphora import llm as llm_module
-from anaphora.checkpoint.resolve import ModelSource
-from anaphora.config import CacheConfig, ModelConfig, SchedulerConfig, engine_config
-from anaphora.errors import ConfigError, EngineDead, InvalidRequest
-from anaphora.llm import Settings
+from anaphora.errors import EngineDead, InvalidRequest
 from tests.support.engine import VOCAB, FakeRunner, expected
-from tests.support.tokenizers import write_tokenizer
-
-WINDOW = 200
-Make = Callable[..., LLM]
-
-
-@pytest.fixture
-def runner() -> FakeRunner:
-    return FakeRunner(num_blocks=200, window=WINDOW)
-
-
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    write_tokenizer(tmp_path, VOCAB)
-    return tmp_path
-
-
-@pytest.fixture
-def make(runner: FakeRunner, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
-    """Makes an LLM over the fake runner. At the end every one must have its blocks in order and nothing left to do."""
-    made: list[LLM] = []
-    monkeypatch.setattr(llm_module, "load", lambda config: runner)
-    monkeypatch.setattr(llm_module, "resolve", lambda model, **options: ModelSource(folder, "fake", "fake-1"))
-
-    def make(**settings: Any) -> LLM:
-        made.append(LLM(str(folder), **({"block_size": runner.info.block_size} | settings)))
-        return made[-1]
-
-    yield make
-    for llm in (llm for llm in made if not llm.closed):
-        llm.check()
-        stats = llm.stats()
-        assert (stats.running, stats.waiting, stats.referenced_blocks) == (0, 0, 0)
-    assert not runner.faults
-
-
-@pytest.fixture
-def llm(make: Make) -> LLM:
-    return make()
-
-
-def plain(max_tokens: int | None = 8, **fields: Any) -> SamplingParams:
-    return SamplingParams(max_tokens=max_tokens, ignore_eos=True, **fields)
-
+from tests.support.llm import WINDOW, Make, plain
 
 # --- answers ----------------------------------------------------------------------------------------------------------
 
@@ -309,126 +261,6 @@ def test_a_second_interrupt_strikes_at_once(make: Make, monkeypatch: pytest.Monk
     llm.close()
 
 
-# --- chat -------------------------------------------------------------------------------------------------------------
-
-HELLO = [{"role": "user", "content": "Hello"}]
-
-
-def test_a_conversation_is_rendered_and_answered(llm: LLM) -> None:
-    output = llm.chat(HELLO, plain())[0]
-    assert output.prompt == "[user] Hello\n[assistant] "
-    assert output.prompt_token_ids == llm.get_tokenizer().encode(output.prompt)
-    assert output.outputs[0].token_ids == expected(output.prompt_token_ids, 8)
-
-
-def test_conversations_in_a_list_are_answered_in_order(llm: LLM) -> None:
-    other = [{"role": "system", "content": "Be brief"}, {"role": "user", "content": "Bye"}]
-    outputs = llm.chat([HELLO, other], plain(), add_generation_prompt=False)
-    assert [output.prompt for output in outputs] == ["[user] Hello\n", "[system] Be brief\n[user] Bye\n"]
-
-
-def test_the_last_message_can_be_continued(llm: LLM) -> None:
-    messages = [*HELLO, {"role": "assistant", "content": "Good"}]
-    assert llm.chat(messages, plain(), continue_final_message=True)[0].prompt == "[user] Hello\n[assistant] Good"
-
-
-def test_tools_that_the_template_drops_are_warned_about(llm: LLM, caplog: pytest.LogCaptureFixture) -> None:
-    tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}
-    llm.chat(HELLO, plain(), tools=[tool])
-    assert "ignores tools" in caplog.text
-
-
-@pytest.mark.parametrize("as_file", [True, False])
-def test_a_template_of_ones_own(make: Make, tmp_path: Path, as_file: bool) -> None:
-    template = "{{ messages[0]['content'] }}{{ mood }}"
-    path = tmp_path / "mine.jinja"
-    path.write_text(template)
-    llm = make(chat_template=str(path) if as_file else template)
-    assert llm.chat(HELLO, plain(), chat_template_kwargs={"mood": "?"})[0].prompt == "Hello?"
-
-
-def test_a_template_file_that_is_not_there(make: Make) -> None:
-    with pytest.raises(ConfigError, match=r"nowhere\.jinja"):
-        make(chat_template="nowhere.jinja")
-
-
-@pytest.mark.parametrize(
-    ("messages", "options", "about"),
-    [
-        ([], {}, "empty"),
-        ([HELLO, []], {}, "prompt 1: .*empty"),
-        (["Hello"], {}, "prompt 0: a conversation is a list"),
-        (HELLO, {"chat_template": "x"}, "chat_template"),
-        (HELLO, {"add_generation_prompt": True, "continue_final_message": True}, "continue_final_message"),
-    ],
-)
-def test_a_bad_conversation_is_refused(llm: LLM, messages: Any, options: dict[str, Any], about: str) -> None:
-    with pytest.raises(InvalidRequest, match=about):
-        llm.chat(messages, plain(), **options)
-
-
-def test_a_model_without_a_template_still_generates(make: Make, folder: Path) -> None:
-    write_tokenizer(folder, VOCAB, template=None)
-    llm = make()
-    with pytest.raises(InvalidRequest, match="no chat template"):
-        llm.chat(HELLO, plain())
-    assert llm.generate("Hello", plain())[0].finished
-
-
-# --- settings ---------------------------------------------------------------------------------------------------------
-
-
-def test_settings_are_the_fields_of_the_configuration() -> None:
-    fields = {f.name for cls in (ModelConfig, CacheConfig, SchedulerConfig) for f in dataclasses.fields(cls)}
-    assert set(Settings.__annotations__) == fields - {"model"}
-
-
-def test_settings_reach_their_places() -> None:
-    config = engine_config(
-        {
-            "seed": 4,
-            "max_model_len": 100,
-            "served_model_name": "mine",
-            "block_size": 8,
-            "kv_cache_memory_bytes": "2M",
-            "gpu_memory_utilization": 1,
-            "max_num_seqs": 3,
-        }
-    )
-    assert config.model == ModelConfig(seed=4, max_model_len=100, served_model_name=("mine",))
-    assert config.cache == CacheConfig(block_size=8, kv_cache_memory_bytes=2 * 2**20, gpu_memory_utilization=1)
-    assert config.scheduler == SchedulerConfig(max_num_seqs=3)
-
-
-@pytest.mark.parametrize(
-    ("settings", "about"),
-    [
-        ({"max_model_length": 1}, "max_model_length.*did you mean max_model_len"),
-        ({"tensor_parallel_size": 2}, "tensor_parallel_size"),
-        ({"dtype": "int8"}, "dtype must be one of .*bfloat16"),
-        ({"dtype": 16}, "dtype must be of type str"),
-        ({"block_size": "16"}, "block_size must be of type int"),
-        ({"block_size": True}, "block_size must be of type int"),
-        ({"block_size": 0}, "block-size"),
-        ({"gpu_memory_utilization": "0.9"}, "of type float"),
-        ({"enable_prefix_caching": 1}, "of type bool"),
-        ({"kv_cache_memory_bytes": "much"}, "much"),
-        ({"max_model_len": "long"}, "long"),
-        ({"max_model_len": 100.5}, "max_model_len must be of type int"),
-        ({"chat_template": 5}, "chat_template must be of type str"),
-    ],
-)
-def test_a_setting_that_cannot_be_is_named(settings: dict[str, Any], about: str) -> None:
-    with pytest.raises(ConfigError, match=about):
-        engine_config(settings)
-
-
-def test_what_was_changed_is_said(make: Make, caplog: pytest.LogCaptureFixture) -> None:
-    llm = make(max_model_len=10**6)
-    assert llm.info.max_model_len == WINDOW
-    assert "1000000" in caplog.text
-
-
 # --- progress ---------------------------------------------------------------------------------------------------------
 
 
@@ -462,36 +294,3 @@ def test_leaving_the_block_ends_it(make: Make) -> None:
         llm.check()
     with pytest.raises(EngineDead, match="closed"):
         llm.generate("x", plain())
-
-
-def test_the_package_gives_it_out() -> None:
-    assert anaphora.LLM is llm_module.LLM
-
-
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        *(
-            ("n", None),
-            ("min_tokens", None),
-            ("top_k", None),
-            ("stop", 5),
-            ("stop_token_ids", 5),
-            ("stop_token_ids", "a"),
-        ),
-        *(("logit_bias", [1]), ("allowed_token_ids", 5), ("allowed_token_ids", "a")),
-    ],
-)
-def test_sampling_values_of_a_wrong_kind_are_refused_by_name(name: str, value: Any) -> None:
-    with pytest.raises(InvalidRequest, match=name) as caught:
-        SamplingParams(**{name: value})
-    assert caught.value.param == name
-
-
-def test_a_served_name_that_is_no_text_is_refused() -> None:
-    with pytest.raises(ConfigError, match="served_model_name must be text"):
-        engine_config({"served_model_name": 5})
-
-
-def test_none_stands_for_no_stop_and_no_bias() -> None:
-    assert SamplingParams(stop=None, stop_token_ids=None, logit_bias=None) == SamplingParams()  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""Whatever is given to the offline face, in whatever place, is taken or refused by name; and the next call works."""
+"""Any value in any argument of LLM is accepted or refused by name, and the next call works."""
 
 from __future__ import annotations
 
