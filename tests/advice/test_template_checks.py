@@ -72,7 +72,8 @@ def test_the_time_of_one_rendering_does_not_affect_the_next() -> None:
     template = ChatTemplate("{{ strftime_now('%Y') }}", {})
     message = [{"role": "user", "content": "hi"}]
     assert template.at(datetime(1999, 1, 1)).render(message) == "1999"
-    assert template.render(message) == str(datetime.now().year)
+    earliest = datetime.now().year
+    assert earliest <= int(template.render(message)) <= datetime.now().year
 
 
 @pytest.mark.skipif(not TEMPLATES.is_dir(), reason=f"the chat templates are not at {TEMPLATES}")
