@@ -1,6 +1,6 @@
-"""Anaphora: a language-model engine and server whose centre is automatic prefix caching.
+"""Anaphora: a language-model engine and server built around automatic prefix caching.
 
-The public names load on first use, so that ``import anaphora`` is quick and needs no torch.
+Public names are imported on first use (PEP 562), so ``import anaphora`` is fast and needs no torch.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 __all__ = ["LLM", "CompletionOutput", "RequestOutput", "SamplingParams", "__version__"]
 
-_HOMES = {
+_MODULES = {
     "LLM": "anaphora.llm",
     "SamplingParams": "anaphora.types.sampling",
     "RequestOutput": "anaphora.types.outputs",
@@ -30,17 +30,17 @@ _HOMES = {
 def __getattr__(name: str) -> Any:
     if name == "__version__":
         value: Any = importlib.metadata.version("anaphora")
-    elif name in _HOMES:
-        value = getattr(_home(name), name)
+    elif name in _MODULES:
+        value = getattr(_import_module(name), name)
     else:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     globals()[name] = value
     return value
 
 
-def _home(name: str) -> ModuleType:
+def _import_module(name: str) -> ModuleType:
     try:
-        return importlib.import_module(_HOMES[name])
+        return importlib.import_module(_MODULES[name])
     except ModuleNotFoundError as error:
         if error.name is None or error.name.partition(".")[0] == "anaphora":
             raise

@@ -1,4 +1,4 @@
-"""``python -m anaphora`` is the command ``anaphora``."""
+"""Runs the command ``anaphora`` for ``python -m anaphora``."""
 
 import sys
 

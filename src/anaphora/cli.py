@@ -1,7 +1,7 @@
-"""The command ``anaphora``: one function a command, options made from the settings' own fields.
+"""The command line ``anaphora``: one function per command, options generated from dataclass fields.
 
-Nothing heavy is imported here: a command imports what it needs when it runs, and the options of a command are built
-only when it is named.
+Heavy imports are inside the functions: a command imports what it needs when it runs, and the options of a command are
+built only when it is used.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _SERVE_PACKAGES = ("torch", "transformers", "zmq", "starlette", "uvicorn")
 
 
 class _Parser(argparse.ArgumentParser):
-    """Reports a mistake as ConfigError, so that every error of the program looks the same."""
+    """Raises ConfigError for invalid arguments, so that all errors of the program look the same."""
 
     def error(self, message: str) -> NoReturn:
         raise ConfigError(f"{message} (see {self.prog} --help)")
@@ -43,7 +43,10 @@ class _Parser(argparse.ArgumentParser):
 
 @dataclass(frozen=True)
 class Command:
-    """``settings`` gives the dataclasses whose fields are the options; ``run`` gets what the user set."""
+    """A command. ``settings`` returns the dataclasses whose fields are its options; ``run`` returns the exit code.
+
+    ``vllm``: the command accepts or explains all flags of ``vllm serve``.
+    """
 
     help: str
     settings: Callable[[], tuple[type, ...]]
@@ -56,7 +59,7 @@ class Command:
 
 
 def _converter(name: str, parse: Callable[[str], Any]) -> Callable[[str], Any]:
-    """``parse`` for argparse, whose message then names the flag and keeps the reason."""
+    """Wraps ``parse`` for argparse, so that the error message names the flag and keeps the reason."""
 
     def convert(text: str) -> Any:
         try:
@@ -69,7 +72,7 @@ def _converter(name: str, parse: Callable[[str], Any]) -> Callable[[str], Any]:
 
 
 def default_text(field: Field[Any]) -> str:
-    """A field's default as the help and the docs show it; empty where leaving it out says it all."""
+    """Returns a field's default as help and docs show it; empty for None, False and empty values."""
     default = field.default
     if default is None or default is False or default in ((), "", MISSING):
         return ""
@@ -87,7 +90,7 @@ def _help(field: Field[Any]) -> str:
 
 
 def _add_option(parser: argparse.ArgumentParser, field: Field[Any], hint: Any) -> None:
-    """Add the option of one field. What the user leaves out stays out of the namespace: the dataclass knows it."""
+    """Adds the option of one field. Options that the user leaves out are not set: the dataclass has the defaults."""
     meta = field.metadata
     kinds = [kind for kind in (typing.get_args(hint) or (hint,)) if kind is not type(None)]
     more: dict[str, Any] = {"dest": field.name, "default": argparse.SUPPRESS, "help": _help(field)}
@@ -114,7 +117,7 @@ def _add_option(parser: argparse.ArgumentParser, field: Field[Any], hint: Any) -
 
 
 def _split_remainder(classes: tuple[type, ...], arguments: Sequence[str]) -> tuple[list[str], dict[str, Any]]:
-    """The arguments before ``--``, and what follows it as the value of the field that takes the remainder."""
+    """Returns the arguments before ``--``, and those after it as the value of the field that takes the remainder."""
     names = [field.name for cls in classes for field in fields(cls) if field.metadata.get("remainder")]
     if not names or "--" not in arguments:
         return list(arguments), {}
@@ -127,14 +130,14 @@ def _only(values: dict[str, Any], *names: str) -> dict[str, Any]:
 
 
 def _make(cls: type[T], options: argparse.Namespace) -> T:
-    """``cls`` with what the user set, and its own defaults for the rest."""
+    """Returns an instance of ``cls`` with the values that the user set."""
     given = vars(options)
     values = {f.name: given[f.name] for f in fields(cls) if f.name in given}  # type: ignore[arg-type]
     return cls(**{name: tuple(value) if isinstance(value, list) else value for name, value in values.items()})
 
 
 def build_parser(name: str) -> argparse.ArgumentParser:
-    """The parser of one command."""
+    """Builds the parser of one command."""
     command = COMMANDS[name]
     parser = _Parser(prog=f"anaphora {name}", description=command.help, epilog=command.epilog, allow_abbrev=False)
     for cls in command.settings():
@@ -148,7 +151,7 @@ def build_parser(name: str) -> argparse.ArgumentParser:
 
 
 def parse(name: str, arguments: Sequence[str]) -> argparse.Namespace:
-    """The options that were given. Raises ConfigError for the flags that are not there, saying what each is."""
+    """Parses the arguments of a command. Raises ConfigError that explains each unknown flag."""
     parser = build_parser(name)
     vllm = COMMANDS[name].vllm
     own_part, rest = _split_remainder(COMMANDS[name].settings(), arguments)
@@ -188,7 +191,7 @@ def _need_serve_extra(command: str) -> None:
 
 
 def _print_notes(options: argparse.Namespace, classes: tuple[type, ...]) -> None:
-    """One line for each flag that changes nothing here; GPU flags count as such where there is no GPU."""
+    """Prints a line for each flag that has no effect here, such as GPU flags on a machine without a GPU."""
     for note in getattr(options, "notes", []):
         _say(f"note: {note}")
     if shutil.which("nvidia-smi"):
@@ -296,37 +299,37 @@ COMMANDS = {
         lambda: SERVE_SETTINGS,
         _serve,
         vllm=True,
-        epilog="Flags keep the names and the meaning that they have in vllm serve. Its other flags are accepted where "
-        "they change nothing, and refused by name otherwise.",
+        epilog="Flags have the same names and meanings as in vllm serve. Its other flags are accepted if they would "
+        "change nothing here, and are refused with a reason otherwise.",
     ),
     "bench": Command(
         "send the same requests with the prefix cache off and on, and compare",
         _bench_settings,
         _bench,
-        epilog="After -- come flags of anaphora serve for the servers that the benchmark starts.",
+        epilog="Arguments after -- are flags of anaphora serve for the servers that the benchmark starts.",
     ),
     "doctor": Command(
-        "why prompts miss: where their beginnings break, what it costs, what would be reused",
+        "why prompts miss: where their prefixes differ, what it costs, what would be reused",
         _doctor_settings,
         _doctor,
     ),
     "lint": Command(
-        "what in a chat template or in a server's command line breaks reuse or memory",
+        "check a chat template or a server's command line for what breaks prefix reuse",
         _lint_settings,
         _lint,
     ),
     "record": Command(
-        "a pass-through in front of any server that writes the log which the doctor reads",
+        "run a proxy in front of any server that writes the log that doctor reads",
         _record_settings,
         _record,
     ),
     "plan": Command(
-        "what prefix caching would save on a GPU that was measured, without one",
+        "estimate what prefix caching would save on a measured GPU; needs no GPU",
         _plan_settings,
         _plan,
     ),
     "explain": Command(
-        "where and why a second request body stops reusing a first one",
+        "where and why the second of two request bodies stops reusing the first",
         _explain_settings,
         _explain,
     ),
@@ -342,7 +345,9 @@ def _main_parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     parser.add_argument("--version", action="store_true", help="print the version and exit")
-    parser.add_argument("command", nargs="?", metavar="COMMAND", help="one of those below; each has its own --help")
+    parser.add_argument(
+        "command", nargs="?", metavar="COMMAND", help="one of the commands below; each has its own --help"
+    )
     return parser
 
 
@@ -369,7 +374,7 @@ def _run(arguments: Sequence[str]) -> int:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line; the exit code. ``argv`` without the program's name, by default the process's own."""
+    """Runs the command line and returns the exit code. ``argv`` defaults to the process's arguments."""
     try:
         return _run(sys.argv[1:] if argv is None else argv)
     except AnaphoraError as error:

@@ -1,4 +1,4 @@
-"""The flags of ``vllm serve`` that Anaphora lacks: which change nothing here, and what to say of the others."""
+"""Flags of ``vllm serve`` that Anaphora does not have: which are accepted, and why the others are refused."""
 
 from __future__ import annotations
 
@@ -18,14 +18,18 @@ ANY = "*"
 
 @cache
 def _data() -> dict[str, Any]:
-    """``aliases``: spelling to flag; ``accepted``: groups with values and a note; ``absent``: groups with a reason."""
+    """Reads vllm_flags.json.
+
+    ``aliases`` maps spellings to flags, ``accepted`` has groups of flags with values and a note, ``absent`` groups with
+    a reason.
+    """
     data: dict[str, Any] = json.loads(files("anaphora.advice").joinpath("vllm_flags.json").read_text("utf-8"))
     return data
 
 
 @cache
 def known() -> frozenset[str]:
-    """All flags of ``anaphora serve`` and ``vllm serve``, in their long forms."""
+    """Returns all flags of ``anaphora serve`` and ``vllm serve`` in their long forms."""
     own = {flag_name(field) for cls in SERVE_SETTINGS for field in fields(cls) if "help" in field.metadata}
     theirs = {flag for group in (*_data()["absent"], *_data()["accepted"]) for flag in group["flags"]}
     return frozenset(own | theirs | set(_data()["aliases"].values()) | {"--model", "--help"})
@@ -37,12 +41,12 @@ def _forms(name: str) -> tuple[str, str, str]:
 
 
 def is_known(name: str) -> bool:
-    """Whether either server has the flag, negated or with a part of its value (``--compilation-config.mode``)."""
+    """Whether either server has the flag, also negated or dotted (``--compilation-config.mode``)."""
     return not known().isdisjoint(_forms(name))
 
 
 def is_switch(name: str) -> bool:
-    """Whether a flag stands alone, with no value behind it."""
+    """Whether a flag takes no value."""
     for cls in SERVE_SETTINGS:
         for field in fields(cls):
             if flag_name(field) in _forms(name):
@@ -57,13 +61,13 @@ _SWITCHES = ("--no-", "--enable-", "--disable-", "--use-", "--trust-", "--calcul
 
 
 def takes_several(name: str) -> bool:
-    """Whether several values may stand behind a flag."""
+    """Whether a flag takes several values."""
     tuples = {flag_name(field) for cls in SERVE_SETTINGS for field in fields(cls) if isinstance(field.default, tuple)}
     return name in tuples | {"--lora-modules"}
 
 
 def normalize(argument: str) -> str:
-    """The name that a flag has here: dashes for underscores, and the long form; other arguments as they are."""
+    """Returns a flag in its long form with dashes for underscores; other arguments unchanged."""
     name, equals, value = argument.partition("=")
     if name.startswith("--"):
         name = name.replace("_", "-")
@@ -72,9 +76,10 @@ def normalize(argument: str) -> str:
 
 
 class _Accept(argparse.Action):
-    """Takes a flag that only restates what always holds here, and remembers what to tell the user.
+    """Accepts a flag that has no effect here and records a note for the user.
 
-    Why one with another value is refused goes to ``namespace.refused``, so that all such flags are told at once.
+    If its value would need another behaviour, appends the reason to ``namespace.refused``, so that all refused flags
+    are reported at once.
     """
 
     def __init__(self, option_strings: list[str], dest: str, group: dict[str, Any], **kwargs: Any) -> None:
@@ -96,7 +101,7 @@ class _Accept(argparse.Action):
 
 
 def add_accepted(parser: argparse.ArgumentParser) -> None:
-    """Add, hidden from the help, the flags that change nothing. Their notes gather in ``namespace.notes``."""
+    """Adds the flags that have no effect, hidden from the help. Their notes go to ``namespace.notes``."""
     for group in _data()["accepted"]:
         for flag in group["flags"]:
             hidden: dict[str, Any] = {"default": argparse.SUPPRESS, "help": argparse.SUPPRESS}
@@ -104,7 +109,7 @@ def add_accepted(parser: argparse.ArgumentParser) -> None:
 
 
 def explain(argument: str, known: Iterable[str]) -> str:
-    """Why ``argument``, which no option of ours takes, is refused. ``known``: our own flags, to name the closest."""
+    """Returns why ``argument`` is refused. ``known`` are the flags among which to find the closest."""
     name = argument.partition("=")[0]
     candidates = set(_forms(name))
     for group in (*_data()["absent"], *_data()["accepted"]):
@@ -115,6 +120,6 @@ def explain(argument: str, known: Iterable[str]) -> str:
 
 
 def closest(name: str, known: Iterable[str]) -> str:
-    """`` (did you mean …?)``, or nothing where none is close."""
+    """Returns `` (did you mean …?)``, or empty text if no name is close."""
     found = difflib.get_close_matches(name, sorted(known), n=1, cutoff=0.7)
     return f" (did you mean {found[0]}?)" if found else ""
