@@ -32,7 +32,7 @@ import transformers
 from anaphora.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
 from anaphora.kernels.cpu import amx, attention_amx
 from anaphora.model import runner
-from anaphora.model.fuse import cpu, cpu_decoder, packed_linear
+from anaphora.model.fuse import cpu, cpu_decoder
 from anaphora.tools.shared.machine import commit, machine, versions
 from anaphora.types.batch import Batch, Chunk, Join, PrefixGroup
 from anaphora.types.sampling import SamplingParams
@@ -60,14 +60,12 @@ def nothing(*_: Any) -> bool:
 
 PATHS = {
     "amx_generic": Switch("AMX in attention over a pool without panels", run=((amx, "AMX", False),), needs_amx=True),
+    "bf16_vectors": Switch(
+        "AVX-512 BF16 in attention without AMX, against float32", run=((amx, "BF16_VECTORS", False),)
+    ),
     "amx_panels": Switch("a pool in panels", load=((attention_amx, "PANEL", 1 << 30),), needs_amx=True),
     "fused_decoder": Switch("all layers in one AMX kernel", load=((cpu_decoder, "fuse", nothing),), needs_amx=True),
-    "tiled_linear": Switch(
-        "AMX linear layers outside the fused decoder, against oneDNN",
-        load=((packed_linear, "TiledLinear", packed_linear.OneDnnLinear),),
-        needs_amx=True,
-    ),
-    "packed_linear": Switch("packed weights (oneDNN or AMX) against nn.Linear", load=((cpu, "packs", nothing),)),
+    "packed_linear": Switch("weights packed by oneDNN against nn.Linear", load=((cpu, "packs", nothing),)),
     "norm_rope": Switch("RMSNorm and rotary embedding in one kernel each", load=((cpu, "fuse_norm_rope", nothing),)),
 }
 
@@ -87,7 +85,7 @@ _SMOLLM2 = {
     "num_attention_heads": 9,
     "num_key_value_heads": 3,
 }
-_GENERIC = ("packed_linear", "norm_rope")
+_GENERIC = ("packed_linear", "norm_rope", "bf16_vectors")
 SHAPES: dict[str, tuple[str, int, tuple[str, ...], dict[str, Any]]] = {
     # The class of the config, the block size, the paths that can matter, and what differs from _COMMON.
     "smollm2": ("LlamaConfig", 16, (*_GENERIC, "fused_decoder", "amx_panels"), _SMOLLM2),
@@ -95,7 +93,7 @@ SHAPES: dict[str, tuple[str, int, tuple[str, ...], dict[str, Any]]] = {
     "llama_head_80": (  # the width of StableLM 3B: no whole tile a head, so no panels and no fused decoder
         "LlamaConfig",
         16,
-        (*_GENERIC, "amx_generic", "tiled_linear"),
+        (*_GENERIC, "amx_generic"),
         {
             "hidden_size": 2560,
             "intermediate_size": 6912,
@@ -108,7 +106,7 @@ SHAPES: dict[str, tuple[str, int, tuple[str, ...], dict[str, Any]]] = {
     "gemma2": (  # Gemma 2 2B
         "Gemma2Config",
         16,
-        (*_GENERIC, "amx_panels", "tiled_linear"),
+        (*_GENERIC, "amx_panels"),
         {
             "hidden_size": 2304,
             "intermediate_size": 9216,
@@ -123,7 +121,7 @@ SHAPES: dict[str, tuple[str, int, tuple[str, ...], dict[str, Any]]] = {
     "glm4_moe_lite": (  # GLM-4.7-Flash with 16 of its 64 experts
         "Glm4MoeLiteConfig",
         16,
-        (*_GENERIC, "amx_generic", "tiled_linear"),
+        (*_GENERIC, "amx_generic"),
         {
             "hidden_size": 2048,
             "intermediate_size": 10240,
@@ -149,7 +147,7 @@ SHAPES: dict[str, tuple[str, int, tuple[str, ...], dict[str, Any]]] = {
     "qwen3_moe": (  # Qwen3-30B-A3B with 16 of its 128 experts
         "Qwen3MoeConfig",
         16,
-        (*_GENERIC, "amx_panels", "tiled_linear"),
+        (*_GENERIC, "amx_panels"),
         {
             "hidden_size": 2048,
             "moe_intermediate_size": 768,

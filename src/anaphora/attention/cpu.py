@@ -102,8 +102,9 @@ class CpuAttention:
             records["query_head"][places] = layout.key_size
             records["query_row"][places] = heads * layout.key_size
         tiled = np.array(self._tiled[layers.start : layers.stop])
-        by_tiles = tiled | (amx.AMX and self._pools[0].dtype == torch.bfloat16)
-        records["tiles"], records["query_kind"] = np.where(by_tiles, amx.SHAPES.ctypes.data, 0), simd.BFLOAT16
+        otherwise = _tiles(self._pools[0].dtype == torch.bfloat16)
+        records["tiles"] = np.where(tiled, amx.SHAPES.ctypes.data, otherwise)
+        records["query_kind"] = simd.BFLOAT16
         records["query"], records["out"], records["sinks"] = query, out, 0
         records["pool_kind"] = launch.DTYPES[self._pools[0].dtype]
         records["tiled"] = tiled
@@ -201,10 +202,9 @@ class PlannedAttention:
         """The plan's rows of ``query`` ``[H, T, D]`` to theirs of ``out`` ``[T, H, Dv]``, of the same dtype."""
         query = _dense(query)
         sinks = None if options.sinks is None else options.sinks.float().contiguous()
-        by_tiles = as_tiles or (amx.AMX and pool.dtype == query.dtype == torch.bfloat16)
         self._call(
             self._workers,
-            amx.SHAPES.ctypes.data if by_tiles else 0,
+            amx.SHAPES.ctypes.data if as_tiles else _tiles(pool.dtype == query.dtype == torch.bfloat16),
             int(as_tiles),
             pool.data_ptr(),
             launch.DTYPES[pool.dtype],
@@ -217,6 +217,13 @@ class PlannedAttention:
             options.scale,
             options.softcap or 0.0,
         )
+
+
+def _tiles(bfloat16: bool) -> int:
+    """The kernel's field ``tiles`` for a pool without panels: how this processor multiplies."""
+    if not bfloat16:
+        return 0
+    return int(amx.SHAPES.ctypes.data) if amx.AMX else attention_generic.VECTORS * amx.BF16_VECTORS
 
 
 def _dense(x: Tensor) -> Tensor:

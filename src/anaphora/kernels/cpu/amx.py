@@ -15,7 +15,10 @@ from numba.core import cgutils
 from anaphora.kernels.cpu.simd import (
     ADDRESS,
     FLOAT,
+    FLOATS,
     INT8,
+    INT32,
+    INTS,
     LANES,
     NUMBER,
     at,
@@ -49,10 +52,18 @@ PROCESSOR_HAS_AMX = platform.machine() == "x86_64" and bool(get_host_cpu_feature
 """Whether kernels are compiled with AMX and AVX-512 BF16 instructions.
 
 It does not depend on ``SWITCH``: compiled kernels are cached on disk, and both settings must find the same ones."""
+PROCESSOR_HAS_AVX512_BF16 = platform.machine() == "x86_64" and bool(get_host_cpu_features().get("avx512bf16"))
+"""Whether the processor multiplies pairs of bfloat16 in vectors: every one with AMX, and AMD's since Zen 4."""
 SWITCH = "ANAPHORA_CPU_AMX"
 """Environment variable, read once at import: 0 runs everything on the kernels that any CPU has."""
 AMX = PROCESSOR_HAS_AMX and os.environ.get(SWITCH, "1") != "0" and _permitted()
 """Whether AMX kernels are used."""
+BF16_VECTORS = PROCESSOR_HAS_AVX512_BF16
+"""Whether attention without AMX multiplies bfloat16 in vectors; otherwise it widens to float32."""
+
+
+PAIRS = INTS
+"""What LLVM takes the operands of AVX-512 BF16 products for: 16 words of two bfloat16."""
 
 
 FEW = 5
@@ -190,6 +201,34 @@ def multiply_keys(
             _call(builder, "tdpbf16ps", _tile(n), _tile(4), _tile(FEW + n % 3))
     for n in range(4):
         _call(builder, "tilestored64", _tile(n), _pointer(builder, c, number(64 * n)), c_row)
+
+
+@operation(ADDRESS, NUMBER, NUMBER, NUMBER, ADDRESS, ADDRESS, NUMBER)
+def multiply_bf16_vectors(
+    builder: Any, a: Any, a_row: Any, a_tile: Any, a_step: Any, b: Any, c: Any, count: Any
+) -> None:
+    """``multiply`` by AVX-512 BF16: a pair of A's elements at a time, times 16 columns of B."""
+    if not PROCESSOR_HAS_AVX512_BF16:
+        return
+    with steps(builder, number(4), 1) as tile:
+        sums = [cgutils.alloca_once_value(builder, constant(0.0)) for _ in range(LANES)]
+        for chain in sums:
+            builder.store(constant(0.0), chain)
+        with steps(builder, count, 1) as i:
+            offset = builder.add(builder.mul(i, a_step), builder.mul(tile, a_tile))
+            rows = [builder.add(offset, builder.mul(a_row, number(n))) for n in range(LANES)]
+            with steps(builder, number(LANES), 1) as pair:
+                word = builder.add(builder.mul(i, number(LANES)), pair)
+                columns = builder.bitcast(load(builder, b, builder.mul(word, number(LANES))), PAIRS)
+                for row, chain in zip(rows, sums, strict=True):
+                    pointer = at(builder, a, builder.add(row, builder.mul(pair, number(4))), INT8)
+                    x = builder.load(builder.bitcast(pointer, INT32.as_pointer()), align=4)
+                    x = builder.bitcast(splat(builder, x), PAIRS)
+                    name = "llvm.x86.avx512bf16.dpbf16ps.512"
+                    builder.store(call(builder, name, FLOATS, builder.load(chain), x, columns), chain)
+        for n, chain in enumerate(sums):
+            place = builder.mul(builder.add(builder.mul(tile, number(LANES)), number(n)), number(LANES))
+            store(builder, builder.load(chain), c, place)
 
 
 @operation(ADDRESS, NUMBER, NUMBER, ADDRESS, ADDRESS, NUMBER, NUMBER)

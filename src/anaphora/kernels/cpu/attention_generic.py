@@ -15,7 +15,14 @@ import math
 import numpy as np
 from numba import carray
 
-from anaphora.kernels.cpu.amx import TILE_BYTES, close_tiles, multiply, multiply_vectors, open_tiles
+from anaphora.kernels.cpu.amx import (
+    TILE_BYTES,
+    close_tiles,
+    multiply,
+    multiply_bf16_vectors,
+    multiply_vectors,
+    open_tiles,
+)
 from anaphora.kernels.cpu.attention_amx import KEY_BLOCK, put_key, put_mean, put_value, tiled_item
 from anaphora.kernels.cpu.launch import fields
 from anaphora.kernels.cpu.simd import (
@@ -42,6 +49,9 @@ from anaphora.kernels.cpu.softmax import cap, hide, rescale_add, softmax, softma
 
 APART = 576
 """Bytes between areas that are used together, lest addresses that are equal but for their page wait for each other."""
+
+VECTORS = 1
+"""In place of the address of tile configurations: bfloat16 GEMMs by AVX-512 BF16."""
 
 WRITE_ROWS = 32
 """New tokens that are written to the pool as one item of work."""
@@ -74,7 +84,7 @@ ATTEND = fields(
     "scratch_bytes",  # of one thread
     "columns",  # of a task, at most; a multiple of 16
     # What each layer brings:
-    "tiles",  # 0, or the shapes of the tile registers: products of bfloat16 go through them
+    "tiles",  # address of the tile configurations: bfloat16 GEMMs by AMX; VECTORS: by AVX-512 BF16; 0: in float32
     "tiled",  # whether the pool lies as ``tiled`` tells
     "pool",
     "pool_kind",
@@ -227,7 +237,10 @@ def _block(a, kind, start, first, rows, masked, fresh, scratch):  # type: ignore
         for row in range(0, rows, 64):
             at = keys + 2 * row * key_size
             target = scores + 4 * LANES * row
-            multiply(at, 2 * key_size, 32 * key_size, 64, queries, target, key_size // 32)
+            if a.tiles == VECTORS:
+                multiply_bf16_vectors(at, 2 * key_size, 32 * key_size, 64, queries, target, key_size // 32)
+            else:
+                multiply(at, 2 * key_size, 32 * key_size, 64, queries, target, key_size // 32)
     else:
         queries = scratch + query_area + 4 * start * key_size
         multiply_vectors(keys, key_size, 1, queries, scores, rows, a.key_size)
@@ -247,7 +260,9 @@ def _block(a, kind, start, first, rows, masked, fresh, scratch):  # type: ignore
     for column in range(0, value_size, 64):
         target = sums + 4 * LANES * column
         found = target if fresh else scores
-        if kind == BFLOAT16:
+        if a.tiles == VECTORS:
+            multiply_bf16_vectors(turned + column // 16 * tile, 64, tile, TILE_BYTES, weights, found, rows // 32)
+        elif kind == BFLOAT16:
             multiply(turned + column // 16 * tile, 64, tile, TILE_BYTES, weights, found, rows // 32)
         else:
             multiply_vectors(values + 4 * column, 1, value_size, weights, found, 64, rows)
@@ -351,14 +366,14 @@ def attend(pointer):  # type: ignore[no-untyped-def]
     """All items of all tasks, in order."""
     a = carray(pointer, 1)[0]
     scratch = a.scratch + a.scratch_bytes * atomic_add(a.counters, 1, 1)
-    if a.tiles:
+    if a.tiles > VECTORS:
         open_tiles(a.tiles, scratch)
     while True:
         item = atomic_add(a.counters, 0, 1)
         if item >= a.num_tasks * a.kv_heads:
             break
         attend_item(a, item, scratch)
-    if a.tiles:
+    if a.tiles > VECTORS:
         close_tiles(scratch)
 
 
