@@ -6,21 +6,32 @@ The names of months and weekdays are in months.txt and weekdays.txt, which scrip
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from importlib import resources
 
-_MONTHS, _WEEKDAYS = (
-    (resources.files("anaphora.tools.doctor.find") / f"{name}.txt").read_text(encoding="utf-8").split()
-    for name in ("months", "weekdays")
-)
+
+def _names(file: str) -> list[str]:
+    """Reads the names of all languages from a file: one line a language, its code first."""
+    lines = (resources.files("anaphora.tools.doctor.find") / file).read_text(encoding="utf-8").splitlines()
+    return [name for line in lines if not line.startswith("#") for name in line.split()[1:]]
 
 
-def _any(words: list[str]) -> str:
-    return "(?:" + "|".join(sorted({re.escape(word) for word in words}, key=len, reverse=True)) + ")"
+def _any(words: Iterable[str]) -> str:
+    """Returns a pattern for any of the words, the longest that matches first; shared beginnings are tested once."""
+    first_letters: dict[str, list[str]] = {}
+    for word in sorted(set(words)):
+        first_letters.setdefault(word[:1], []).append(word[1:])
+    ends_here = first_letters.pop("", None) is not None
+    branches = [re.escape(letter) + _any(rests) for letter, rests in first_letters.items()]
+    if not branches:
+        return ""
+    pattern = branches[0] if len(branches) == 1 and not ends_here else f"(?:{'|'.join(branches)})"
+    return f"{pattern}?" if ends_here else pattern
 
 
-_MONTH = rf"{_any(_MONTHS)}(?!\w)\.?"
+_MONTH = rf"{_any(_names('months.txt'))}(?!\w)\.?"
 _DAY_NAME = (
-    rf"(?:\b{_any(_WEEKDAYS)}(?!\w)\.?"
+    rf"(?:\b{_any(_names('weekdays.txt'))}(?!\w)\.?"
     r"|(?:星期|礼拜|禮拜|[周週])[一二三四五六日天]|[月火水木金土日]曜日?|[월화수목금토일]요일)"
 )
 _WEEKDAY = rf"(?:{_DAY_NAME},?\s+)?"
