@@ -1,10 +1,10 @@
-"""How many tokens a second one server process can stream: everything but the model.
+"""Measures how many tokens per second one server process can stream: everything except the model.
 
     python benchmarks/http_ceiling.py [--streams N] [--tokens N] [--rounds N] [--json FILE]
 
-The engine is a process of its own as always, over a runner that computes nothing; clients are processes that read raw
-sockets and count. Where server, engine and clients share few cores, tokens/s says what all of them reach together, and
-``tokens_per_cpu_s``, tokens per second of the server process's own CPU time, what the server alone would.
+The engine is a process of its own, with a runner that computes nothing; clients are processes that read raw sockets and
+count. If server, engine and clients share few cores, ``tokens_per_s`` is what they reach together, and
+``tokens_per_cpu_s``, tokens per second of the server process's CPU time, what the server alone would reach.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ CLIENTS = 2
 DEADLINE_S = 300
 
 
-# --- A model that computes nothing (runs in the engine's process) -----------------------------------------------------
+# --- a model that computes nothing; runs in the engine process --------------------------------------------------------
 
 
 class _Done:
@@ -55,7 +55,7 @@ class _Done:
 
 
 class StubRunner:
-    """Answers every step with words of the vocabulary, after as long as a card would take (a sleep)."""
+    """Answers every step with words of the vocabulary, after the time that a GPU would take (a sleep)."""
 
     lookahead = 0
     warnings: tuple[str, ...] = ()
@@ -78,11 +78,12 @@ class StubRunner:
 
 
 def load(config: EngineConfig) -> Runner:
+    """Returns the runner; EngineConfig.runner names this function."""
     return StubRunner(config.scheduler.max_num_seqs)
 
 
 def write_tokenizer(folder: Path) -> None:
-    """A byte-level tokenizer whose words have 3 letters and a space before them, as English tokens have on average."""
+    """Writes a byte-level tokenizer whose words are a space and 3 letters, the average length of English tokens."""
     symbols = sorted(pre_tokenizers.ByteLevel.alphabet())
     letters = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJK"
     words = ["Ġ" + a + b + c for a in letters for b in letters for c in letters][: VOCAB - len(symbols) - 1]
@@ -97,12 +98,14 @@ def write_tokenizer(folder: Path) -> None:
 
 @dataclass(frozen=True)
 class Source:
+    """A resolved model, as anaphora.server.app.serve takes it."""
+
     folder: Path
     name: str = "stub"
 
 
 def serve(folder: str, streams: int) -> None:
-    """The server's process."""
+    """Runs the server; the command of its process."""
     from anaphora.server.app import serve as run
 
     engine = EngineConfig(
@@ -113,10 +116,11 @@ def serve(folder: str, streams: int) -> None:
     sys.exit(run(engine, ServerConfig(host="127.0.0.1", port=0), Source(Path(folder))))
 
 
-# --- Clients ----------------------------------------------------------------------------------------------------------
+# --- clients ----------------------------------------------------------------------------------------------------------
 
 
 def request(number: int, tokens: int) -> bytes:
+    """Returns the bytes of a streamed completion request for ``tokens`` tokens, with a prompt of its own."""
     prompt = [300 + (number * 131 + index) % 40_000 for index in range(PROMPT)]
     body = {"prompt": prompt, "max_tokens": tokens, "ignore_eos": True, "stream": True}
     content = json.dumps(body | {"stream_options": {"include_usage": True}}).encode()
@@ -125,7 +129,7 @@ def request(number: int, tokens: int) -> bytes:
 
 
 def read_streams(port: int, numbers: range, tokens: int, found: Any) -> None:
-    """Send the requests and read every stream to its end; reports chunks, and the sum of completion tokens."""
+    """Sends the requests and reads every stream to its end; puts (chunks, completion tokens) into ``found``."""
     ready = selectors.DefaultSelector()
     tails: dict[socket.socket, bytes] = {}
     chunks = done = 0
@@ -150,11 +154,12 @@ def read_streams(port: int, numbers: range, tokens: int, found: Any) -> None:
     found.put((chunks, done))
 
 
-# --- The measurement --------------------------------------------------------------------------------------------------
+# --- measurement --------------------------------------------------------------------------------------------------
 
 
 @contextlib.contextmanager
 def running(streams: int) -> Iterator[tuple[psutil.Process, int]]:
+    """Runs a server for ``streams`` requests at once; yields its process and port."""
     with tempfile.TemporaryDirectory() as folder:
         write_tokenizer(Path(folder))
         path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
@@ -171,7 +176,7 @@ def running(streams: int) -> Iterator[tuple[psutil.Process, int]]:
 
 
 def port_of(process: subprocess.Popen[bytes], log: Path) -> int:
-    """Wait until the server says where it listens."""
+    """Waits until the server logs its address; returns the port."""
     while process.poll() is None:
         if found := re.search(r" at http://127\.0\.0\.1:(\d+)/", log.read_text()):
             return int(found[1])
@@ -180,6 +185,7 @@ def port_of(process: subprocess.Popen[bytes], log: Path) -> int:
 
 
 def measure(streams: int, tokens: int) -> dict[str, float]:
+    """Returns the rates of one round in a fresh server."""
     fork = multiprocessing.get_context("fork")
     with running(streams) as (server, port):
         warm, found = fork.SimpleQueue(), fork.SimpleQueue()

@@ -281,16 +281,16 @@ def test_requests_that_outlast_the_shutdown_timeout_get_an_error(tmp_path: Path,
         error = json.loads(rest[-2].removeprefix("data: "))["error"]
         assert rest[-1] == "data: [DONE]"
         assert waiting.result().status_code == 503
-        for told in (error, waiting.result().json()["error"]):
-            assert told["type"] == "engine_dead"
-            assert f"told to end ({number.name})" in told["message"]
+        for reported in (error, waiting.result().json()["error"]):
+            assert reported["type"] == "engine_dead"
+            assert f"shut down ({number.name})" in reported["message"]
         assert running.process.wait(20) == 0
     said = "".join(running.log)
-    assert f"{number.name}: ending; running requests: 2, with 0.3 s to finish" in said
+    assert f"{number.name}: shutting down; running requests: 2, with 0.3 s to finish" in said
     assert "aborted incomplete requests: 2" in said
     assert " ERROR " not in said
     assert "Traceback" not in said
-    assert running.log[-1].endswith(" ended\n")
+    assert running.log[-1].endswith(" shut down\n")
     assert [record.finish for record in read(log)] == ["error", "error"]
 
 
@@ -307,7 +307,7 @@ def test_two_signals_end_a_server_with_a_hung_engine(tmp_path: Path) -> None:
             waiting = pool.submit(httpx.post, f"{running.url}/v1/completions", json=body, timeout=30)
             until(lambda: httpx.get(f"{running.url}/load").json() == {"server_load": 1})
             running.process.send_signal(signal.SIGINT)
-            until(lambda: any("ending; running requests: 1," in line for line in running.log))
+            until(lambda: any("shutting down; running requests: 1," in line for line in running.log))
             running.process.send_signal(signal.SIGINT)
             assert waiting.result().status_code == 503
         assert running.process.wait(20) == 0

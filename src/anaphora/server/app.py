@@ -135,15 +135,13 @@ async def _serve(
         asyncio.get_running_loop().add_signal_handler(number, on_signal, number)
     try:
         if not await _completes_before(asyncio.gather(starting, loading), shutdown_requested):
-            logger.info("%s: ended before the engine was ready", shutdown.signal_name)
+            logger.info("%s: shut down before the engine was ready", shutdown.signal_name)
             return
         reminder.cancel()
         client, text = starting.result(), loading.result()
         names = ModelNames(config.model.served_model_name or (source.name,), source.name)
         service = Service(client, text, names, server_config, cache_settings(config, client))
-        for warning in (*client.info.warnings, *await asyncio.to_thread(_flag_warnings, config, client.info, text)):
-            logger.warning("%s", warning)
-        logger.info("%s", describe_pool(client.info))
+        await _log_setup(config, client.info, text)
         gc.collect()
         gc.freeze()  # what exists now lives as long as the process: the collector need not visit it again
         server = HttpServer(
@@ -157,7 +155,7 @@ async def _serve(
             if prefixes and not await _completes_before(
                 asyncio.create_task(warm_up(service, prefixes)), shutdown_requested
             ):
-                logger.info("%s: ended before the prefixes of --warm were computed", shutdown.signal_name)
+                logger.info("%s: shut down before the prefixes of --warm were computed", shutdown.signal_name)
                 return
             await server.serve(sockets=listeners)
         finally:
@@ -166,11 +164,17 @@ async def _serve(
         shutdown_requested.cancel()
         reminder.cancel()
         await _close(starting)
-        logger.info("ended")
+        logger.info("shut down")
 
 
 def _succeeded(starting: asyncio.Task[EngineClient]) -> bool:
     return starting.done() and not starting.cancelled() and starting.exception() is None
+
+
+async def _log_setup(config: EngineConfig, info: EngineInfo, text: TextComponents) -> None:
+    for warning in (*info.warnings, *await asyncio.to_thread(_flag_warnings, config, info, text)):
+        logger.warning("%s", warning)
+    logger.info("%s", describe_pool(info))
 
 
 def _flag_warnings(config: EngineConfig, info: EngineInfo, text: TextComponents) -> list[FlagWarning]:

@@ -50,16 +50,16 @@ async def post(server: EngineServer | ScriptedServer, path: str, body: dict[str,
 
 
 async def asked(server: EngineServer, body: dict[str, Any]) -> dict[str, Any]:
-    (told,) = (await post(server, EXPLAIN, body)).json()["cache_explanations"]
-    return told
+    (explanation,) = (await post(server, EXPLAIN, body)).json()["cache_explanations"]
+    return explanation
 
 
 async def test_the_first_differing_character_is_reported_with_both_texts(server: EngineServer) -> None:
     first = (await post(server, CHAT, chat(SYSTEM, "Is it 10:31 now? Say so."))).json()
-    told = await asked(server, chat(SYSTEM, "Is it 10:45 now? Say so."))
-    assert told["reason"] == "diverged"
-    assert told["place"] == {"message": 1, "role": "user", "character": 9}
-    found = told["diverged"]
+    explanation = await asked(server, chat(SYSTEM, "Is it 10:45 now? Say so."))
+    assert explanation["reason"] == "diverged"
+    assert explanation["place"] == {"message": 1, "role": "user", "character": 9}
+    found = explanation["diverged"]
     assert first["id"] == found["request_id"]
     assert found["before"].endswith("user\nIs it 10:")
     assert found["text"].startswith("45 now?")
@@ -67,9 +67,9 @@ async def test_the_first_differing_character_is_reported_with_both_texts(server:
     assert [found["token_id"], found["other_token_id"]] == encode(server, "43")
     assert not found["retokenised"]
     assert (
-        told["cached_tokens"]
-        == told["position"]
-        == told["prompt_tokens"] - len("45 now? Say so.") - len("<|im_end|>\n<|im_start|>assistant\n")
+        explanation["cached_tokens"]
+        == explanation["position"]
+        == explanation["prompt_tokens"] - len("45 now? Say so.") - len("<|im_end|>\n<|im_start|>assistant\n")
     )
 
 
@@ -78,15 +78,15 @@ async def test_body_field_header_and_explain_route_agree(server: EngineServer) -
     body = chat(SYSTEM, "Where?", explain_cache=True)
     before = await asked(server, body)
     answer = await post(server, CHAT, body)
-    (told,) = answer.json()["cache_explanations"]
-    for explained in (before, told):
+    (explanation,) = answer.json()["cache_explanations"]
+    for explained in (before, explanation):
         explained["diverged"].pop("seconds_ago")
         explained.pop("detail")
-    assert told == before
+    assert explanation == before
     assert answer.headers[HEADER] == (
-        f"diverged;cached={told['cached_tokens']};prompt={told['prompt_tokens']};at={told['position']}"
+        f"diverged;cached={explanation['cached_tokens']};prompt={explanation['prompt_tokens']};at={explanation['position']}"
     )
-    assert answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"] == told["cached_tokens"]
+    assert answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"] == explanation["cached_tokens"]
     again = await post(server, CHAT, chat(SYSTEM, "Where?"))
     assert again.headers[HEADER].startswith("short;")
     assert "cache_explanations" not in again.json()
@@ -103,8 +103,8 @@ async def test_a_stream_has_the_header_and_the_explanation_in_its_last_chunk(ser
         assert answer.headers[HEADER].startswith("short;")
         *chunks, last = events(answer.text)
         assert not any("cache_explanations" in chunk or "usage" in chunk for chunk in chunks)
-        (told,) = last["cache_explanations"]  # type: ignore[misc]
-        assert (told["reason"], told["place"], last["choices"]) == ("short", None, [])
+        (explanation,) = last["cache_explanations"]  # type: ignore[misc]
+        assert (explanation["reason"], explanation["place"], last["choices"]) == ("short", None, [])
         assert ("usage" in last) == usage
 
 
@@ -112,13 +112,13 @@ async def test_each_prompt_of_a_body_is_explained(server: EngineServer) -> None:
     await post(server, TEXT, {"prompt": "one two three", "max_tokens": 2})
     body = {"prompt": ["one two four", "something else", "one two three"], "max_tokens": 2, "explain_cache": True}
     answer = await post(server, TEXT, body)
-    told = answer.json()["cache_explanations"]
-    assert [entry["reason"] for entry in told] == ["diverged", "cold", "short"]
-    assert told[0]["place"] == {"message": 0, "role": "prompt", "character": 8}
+    explanation = answer.json()["cache_explanations"]
+    assert [entry["reason"] for entry in explanation] == ["diverged", "cold", "short"]
+    assert explanation[0]["place"] == {"message": 0, "role": "prompt", "character": 8}
     assert [item.split(";")[0] for item in answer.headers[HEADER].split(", ")] == ["diverged", "cold", "short"]
-    told = (await post(server, EXPLAIN, {"prompt": encode(server, "one two five")})).json()["cache_explanations"]
-    assert (told[0]["position"], told[0]["place"]) == (9, None)
-    assert told[0]["diverged"]["other_text"].startswith("our")
+    explanation = (await post(server, EXPLAIN, {"prompt": encode(server, "one two five")})).json()["cache_explanations"]
+    assert (explanation[0]["position"], explanation[0]["place"]) == (9, None)
+    assert explanation[0]["diverged"]["other_text"].startswith("our")
 
 
 async def test_another_salt_is_cold_and_sees_no_text(server: EngineServer) -> None:
@@ -127,10 +127,10 @@ async def test_another_salt_is_cold_and_sees_no_text(server: EngineServer) -> No
     for salt in ({"cache_salt": "thief"}, {}):
         for guess in (secret, "The code of the vault is "):
             body = chat(guess, "Who?", explain_cache=True, **salt)
-            told = await asked(server, body)
-            assert (told["reason"], told["cached_tokens"]) == ("cold", 0)
-            assert "diverged" not in told
-            assert "4711" not in json.dumps(told) or guess == secret
+            explanation = await asked(server, body)
+            assert (explanation["reason"], explanation["cached_tokens"]) == ("cold", 0)
+            assert "diverged" not in explanation
+            assert "4711" not in json.dumps(explanation) or guess == secret
     answer = await post(server, CHAT, chat("The code of the vault is ", "Who?", explain_cache=True))
     assert answer.headers[HEADER].startswith("cold;cached=0;")
     assert "4711" not in answer.text
@@ -178,8 +178,12 @@ async def test_explain_refuses_what_generation_refuses(
 async def test_a_bypass_names_its_field(server: EngineServer) -> None:
     body = {"prompt": "one two three", "max_tokens": 2, "prompt_logprobs": 1, "explain_cache": True}
     answer = await post(server, TEXT, body)
-    (told,) = answer.json()["cache_explanations"]
-    assert (told["reason"], told["feature"], told["place"]) == ("bypassed", "prompt_logprobs", None)
+    (explanation,) = answer.json()["cache_explanations"]
+    assert (explanation["reason"], explanation["feature"], explanation["place"]) == (
+        "bypassed",
+        "prompt_logprobs",
+        None,
+    )
 
 
 async def test_a_prompt_that_is_being_computed_is_in_flight(server: EngineServer) -> None:
@@ -203,18 +207,18 @@ async def test_positions_in_tools_parts_calls_and_the_template(server: EngineSer
     ]
     await post(server, CHAT, {"messages": messages, "tools": [TOOL], "max_tokens": 2})
     changed = [*messages[:3], {"role": "tool", "tool_call_id": "c1", "content": "rare"}]
-    told = await asked(server, {"messages": changed, "tools": [TOOL]})
-    assert told["place"] == {"message": 3, "role": "tool", "character": 2}
+    explanation = await asked(server, {"messages": changed, "tools": [TOOL]})
+    assert explanation["place"] == {"message": 3, "role": "tool", "character": 2}
     changed = [messages[0], {"role": "user", "content": "used"}, *messages[2:]]
-    told = await asked(server, {"messages": changed})
-    assert told["place"] == {"message": 1, "role": "user", "character": 3}
+    explanation = await asked(server, {"messages": changed})
+    assert explanation["place"] == {"message": 1, "role": "user", "character": 3}
     changed = [{"role": "system", "content": "First part.\nSecund."}, *messages[1:]]
-    told = await asked(server, {"messages": changed})
-    assert told["place"] == {"message": 0, "role": "system", "character": 15}
+    explanation = await asked(server, {"messages": changed})
+    assert explanation["place"] == {"message": 0, "role": "system", "character": 15}
     changed = [messages[0], {"role": "assistant", "content": "user"}]
-    told = await asked(server, {"messages": changed})
-    assert told["place"]["role"] == "template"
-    assert told["diverged"]["text"].startswith("assistant\n")
+    explanation = await asked(server, {"messages": changed})
+    assert explanation["place"]["role"] == "template"
+    assert explanation["diverged"]["text"].startswith("assistant\n")
 
 
 async def test_the_record_has_the_place_and_the_log_the_reason(
@@ -240,9 +244,9 @@ async def test_positions_with_a_template_that_prints_the_time(tmp_path: Path) ->
     clock = "{{ strftime_now('%f') }}|{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
     async with engine_server(tmp_path / "model", 1000) as server:
         object.__setattr__(server.service.text, "template", ChatTemplate(clock, {}))
-        told = await asked(server, chat(SYSTEM, "Who?"))
-        assert told["reason"] == "cold"
-        assert told["place"] == {"message": None, "role": "template", "character": 0}
+        explanation = await asked(server, chat(SYSTEM, "Who?"))
+        assert explanation["reason"] == "cold"
+        assert explanation["place"] == {"message": None, "role": "template", "character": 0}
         (prompt, _), *_ = engine_requests(server.service, context_of(chat(SYSTEM, "Who are you?")))
         assert prompt.text is not None
         at = prompt.text.index("are you?")
@@ -261,8 +265,8 @@ def context_of(body: dict[str, Any]) -> RequestContext:
 async def test_evictions_and_retokenised_texts(tmp_path: Path) -> None:
     async with scripted(tmp_path / "model") as server:
         server.engine.report = CacheReport(9, 4, "evicted", "evicted 3.0 s ago", 4, eviction=Eviction(3.0, "", 64, 320))
-        (told,) = (await post(server, EXPLAIN, {"prompt": "one two three"})).json()["cache_explanations"]
-        assert told["evicted"] == {
+        (explanation,) = (await post(server, EXPLAIN, {"prompt": "one two three"})).json()["cache_explanations"]
+        assert explanation["evicted"] == {
             "seconds_ago": 3.0,
             "by": "other traffic",
             "lost_tokens": 64,
@@ -271,5 +275,5 @@ async def test_evictions_and_retokenised_texts(tmp_path: Path) -> None:
         }
         same = Neighbour("chatcmpl-7", 1.0, tuple(encode(server, "two three")))
         server.engine.report = CacheReport(9, 4, "diverged", "x", 4, neighbour=same)
-        (told,) = (await post(server, EXPLAIN, {"prompt": "one two three"})).json()["cache_explanations"]
-        assert told["diverged"]["retokenised"]
+        (explanation,) = (await post(server, EXPLAIN, {"prompt": "one two three"})).json()["cache_explanations"]
+        assert explanation["diverged"]["retokenised"]

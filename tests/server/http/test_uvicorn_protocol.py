@@ -285,7 +285,7 @@ async def test_a_second_signal_aborts_at_once() -> None:
         server.shutdown.signal(signal.SIGTERM)
         assert (await peer.answer())[0] == 200
         await server.task
-        assert server.aborted == ["the server was told to end (SIGINT) before this answer was complete"]
+        assert server.aborted == ["the server was shut down (SIGINT) before this answer was complete"]
 
 
 async def test_a_client_that_does_not_read_is_cut_off_at_shutdown() -> None:

@@ -102,6 +102,7 @@ class _ChatEvents:
         self._started: set[int] = set()
 
     async def stream(self) -> AsyncGenerator[bytes, None]:
+        """Runs the prompt and yields the events."""
         body, chunks = self._body, self._chunks
         text_only = not body.logprobs and not body.return_token_ids and not self._usage.in_every_chunk
         async with aclosing(run_prompts(self._service, self._context, [self._run])) as deltas:

@@ -49,6 +49,7 @@ class _ChoiceFormat:
         self._tokenizer = tokenizer
 
     def document(self, runs: Sequence[PromptRun], envelope: dict[str, Any]) -> Response:
+        """Returns the response of a request without streaming."""
         choices = [self._whole(run, choice) for run in runs for choice in run.choices]
         document = envelope | {"choices": choices, "usage": response_parts.usage(runs)}
         return json_response(document, headers=cache_explanations.header(runs))
@@ -127,6 +128,7 @@ class _CompletionEvents:
         self._offsets: dict[int, int] = {}
 
     async def stream(self) -> AsyncGenerator[bytes, None]:
+        """Runs the prompts and yields the events."""
         body, chunks, offsets = self._body, self._chunks, self._offsets
         text_only = body.logprobs is None and not body.return_token_ids and not self._usage.in_every_chunk
         async with aclosing(run_prompts(self._service, self._context, self._runs)) as deltas:

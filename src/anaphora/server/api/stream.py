@@ -63,11 +63,15 @@ class Chunks:
 
 
 class ChatChunks(Chunks):
+    """Chunks of /v1/chat/completions."""
+
     before_text = b'"delta":{"content":'
     after_text = b'},"logprobs":null,"finish_reason":null}]}\n\n'
 
 
 class CompletionChunks(Chunks):
+    """Chunks of /v1/completions."""
+
     before_text = b'"text":'
     after_text = b',"logprobs":null,"finish_reason":null,"stop_reason":null}]}\n\n'
 

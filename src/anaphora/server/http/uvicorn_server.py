@@ -111,12 +111,12 @@ class HttpServer(uvicorn.Server):
         tasks = self.server_state.tasks
         signal_name = self._shutdown.signal_name
         grace = f", with {self._grace_s:g} s to finish (a second signal aborts them at once)" if tasks else ""
-        logger.info("%s: ending; running requests: %d%s", signal_name, len(tasks), grace)
+        logger.info("%s: shutting down; running requests: %d%s", signal_name, len(tasks), grace)
         if await self._drained_within(self._grace_s, self._shutdown.forced):
             return
         if tasks:
             logger.warning("aborted incomplete requests: %d", len(tasks))
-        reason = f"the server was told to end ({signal_name}) before this answer was complete"
+        reason = f"the server was shut down ({signal_name}) before this answer was complete"
         for connection in list(self.server_state.connections):
             if isinstance(connection, BoundedHttpProtocol):
                 connection.refuse_incoming(reason)
