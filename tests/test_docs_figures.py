@@ -32,8 +32,8 @@ ENTRIES = ROWS | GAPS | CACHES
 CALIBRATION = H200["calibration"]["h200"]
 
 
-def products_ms(row: Row) -> float:
-    """Milliseconds of a decode step's matrix products at the measured ceiling: two operations a weight and row."""
+def gemm_ms(row: Row) -> float:
+    """Milliseconds of a decode step's GEMMs at the measured ceiling: two operations per weight and row."""
     model = CALIBRATION["model"]
     hidden, head = model["hidden_size"], model["head_dim"]
     width = 2 * (model["num_attention_heads"] + model["num_key_value_heads"]) * head + 3 * model["intermediate_size"]
@@ -60,8 +60,8 @@ SHOWN: dict[str, Callable[[Row], str]] = {
     "requests/s": fixed("requests_per_s", 1),
     "here": lambda row: f"{row.get('turns_per_s') or row.get('itl_ms') or row['ttft_ms']:.2f}",
     "times off": lambda row: f"{row['requests_per_s'] / ROWS['off_256']['requests_per_s']:.1f}",
-    "read apart": lambda row: f"{ROWS[row['name'] + '_unshared']['requests_per_s']:.1f}",
-    "sharing": lambda row: f"{row['requests_per_s'] / ROWS[row['name'] + '_unshared']['requests_per_s']:.2f}",
+    "without it, requests/s": lambda row: f"{ROWS[row['name'] + '_unshared']['requests_per_s']:.1f}",
+    "ratio": lambda row: f"{row['requests_per_s'] / ROWS[row['name'] + '_unshared']['requests_per_s']:.2f}",
     "hit rate": lambda row: f"{row['hit_rate']:.1%}",
     "step, ms": fixed("step_ms", 1),
     "TTFT, ms": lambda row: f"{row['ttft_ms']:,.{0 if row['ttft_ms'] > 100 else 1}f}",
@@ -73,14 +73,14 @@ SHOWN: dict[str, Callable[[Row], str]] = {
     "submit, ms": part("submit_ms"),
     "other host, ms": part("other_ms"),
     "GPU idle": lambda row: f"{row['gpu_idle_share']:.1%}",
-    "products, ms": lambda row: f"{products_ms(row):.1f}",
+    "GEMM, ms": lambda row: f"{gemm_ms(row):.1f}",
     "own KV, ms": lambda row: f"{own_kv_ms(row):.1f}",
     "largest gap": fixed("largest_gap", 3),
     "mean gap": fixed("mean_gap", 3),
     "other token": lambda row: f"{row['other_token']} of {row['rows']}",
     "error, median": fixed("logprob_error_median", 4),
     "error, rms": fixed("logprob_error_rms", 4),
-    "same likeliest token": lambda row: f"{row['same_likeliest_token']:.1%}",
+    "same most likely token": lambda row: f"{row['same_likeliest_token']:.1%}",
 }
 """How the column of that heading shows a row; other columns are words, or figures of others."""
 
