@@ -25,7 +25,7 @@ def given(*arguments: str) -> dict[str, Any]:
 
 @pytest.fixture
 def served(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """What reaches the server: (engine config, server config, model source). No model is loaded."""
+    """Collects what reaches the server: (engine config, server config, model source). No model is loaded."""
     calls: list[Any] = []
     app = types.ModuleType("anaphora.server.app")
     app.serve = lambda *arguments: calls.append(arguments) or 0  # type: ignore[attr-defined]
@@ -107,7 +107,7 @@ def test_choices_are_checked() -> None:
         cli.parse("serve", ["--dtype", "int3"])
 
 
-def test_what_follows_two_dashes_goes_to_the_servers_of_the_benchmark() -> None:
+def test_arguments_after_two_dashes_go_to_the_servers_of_the_benchmark() -> None:
     options = cli.parse("bench", ["--requests", "3", "--", "--max-num-seqs", "4"])
     assert options.server_args == ("--max-num-seqs", "4")
     assert options.requests == 3
@@ -134,7 +134,7 @@ def test_negated_and_dotted_forms_are_named_too(argument: str) -> None:
         cli.parse("serve", [argument, "2"])
 
 
-def test_all_flags_that_cannot_be_taken_are_told_at_once(capsys: pytest.CaptureFixture[str]) -> None:
+def test_all_refused_flags_are_reported_at_once(capsys: pytest.CaptureFixture[str]) -> None:
     line = "serve M --enable-lora -tp 2 --hf-token t --kv-cache-metrics --zzz -1 --enable-lora"
     assert cli.main(line.split()) == 2
     lines = capsys.readouterr().err.splitlines()
@@ -147,7 +147,7 @@ def test_all_flags_that_cannot_be_taken_are_told_at_once(capsys: pytest.CaptureF
     assert capsys.readouterr().err == "error: there is no flag --zzz\nthere is no flag --yyy=3\n"
 
 
-def test_flags_that_restate_what_holds_are_taken(served: list[Any], capsys: Any) -> None:
+def test_flags_that_restate_the_behaviour_are_accepted(served: list[Any], capsys: Any) -> None:
     restating = (
         "--enable-server-load-tracking --enable-request-id-headers --disable-log-stats --max-log-len 100 "
         "--disable-frontend-multiprocessing --response-role assistant"
@@ -194,7 +194,7 @@ def test_an_unknown_flag_gets_the_closest(argument: str, message: str, capsys: p
     assert capsys.readouterr().err == f"error: {message}\n"
 
 
-def test_an_abbreviation_is_no_flag() -> None:
+def test_abbreviations_are_not_flags() -> None:
     with pytest.raises(ConfigError, match="there is no flag --max-model"):
         cli.parse("serve", ["--max-model", "5"])
 
@@ -297,7 +297,7 @@ def test_version_and_help(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize(("load_format", "weights"), [("dummy", False), ("auto", True)])
-def test_made_up_weights_are_not_looked_for(
+def test_dummy_weights_are_not_searched(
     load_format: str, weights: bool, served: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[bool] = []

@@ -105,7 +105,7 @@ def test_continues_the_final_message_as_transformers_does(name: str, shared_data
 
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_arguments_given_as_text(name: str, shared_data: Path) -> None:
-    """Templates that can write the text itself get it, byte for byte; the others get what it says."""
+    """Templates that accept text get the arguments byte for byte, the others get the parsed object."""
     ours = load(shared_data, name)
     text = '{"x":  "é", "n":1.0}'
     prompt = ours.render([USER, call(text), RESULT], tools=TOOLS)
@@ -125,7 +125,7 @@ def test_null_and_absent_content_are_empty_text(name: str, shared_data: Path) ->
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
-def test_every_part_of_a_list_shows(name: str, shared_data: Path) -> None:
+def test_every_part_of_a_list_is_in_the_prompt(name: str, shared_data: Path) -> None:
     parts = [{"type": "text", "text": "part one"}, {"type": "text", "text": "part two"}]
     one = [{"type": "text", "text": "Hi <b> & 'you'"}]
     ours = load(shared_data, name)
@@ -135,7 +135,7 @@ def test_every_part_of_a_list_shows(name: str, shared_data: Path) -> None:
     assert ours.render([{"role": "user", "content": one}]) == ours.render([USER])
 
 
-def test_templates_that_drop_tools_are_known(shared_data: Path, chatml: ChatTemplate) -> None:
+def test_templates_that_drop_tools_are_detected(shared_data: Path, chatml: ChatTemplate) -> None:
     dropping = {name for name in TEMPLATES if load(shared_data, name).drops_tools}
     assert dropping == {"HuggingFaceTB-SmolLM3-3B", "deepseek-ai-DeepSeek-V3.1"}
     assert not chatml.drops_tools
@@ -204,14 +204,14 @@ def test_variables_may_have_the_names_of_the_engines_own_parameters() -> None:
     )
 
 
-def test_a_refusal_does_not_give_back_all_that_it_was_given() -> None:
+def test_a_refusal_does_not_echo_a_long_value() -> None:
     template = ChatTemplate("{{ raise_exception('no ' + messages[0].content) }}", {})
     with pytest.raises(InvalidRequest, match="no xxx") as caught:
         template.render([{"role": "user", "content": "x" * 100_000}])
     assert len(caught.value.message) <= 1000
 
 
-def test_a_refusal_is_in_the_templates_own_words() -> None:
+def test_a_refusal_has_the_templates_own_message() -> None:
     template = ChatTemplate("{{ raise_exception('only one turn, please') }}", {})
     with pytest.raises(InvalidRequest, match=r"^only one turn, please$"):
         template.render([USER])
@@ -222,8 +222,8 @@ def test_a_template_that_does_not_compile_is_a_model_error() -> None:
         ChatTemplate("{% if %}", {})
 
 
-def test_kwargs_that_make_a_template_run_on_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    own = sandbox.Sandbox(cpu_seconds=0.5)
+def test_kwargs_that_make_a_template_grow_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    own = sandbox.Sandbox(cpu_seconds=120.0)
     monkeypatch.setattr(sandbox, "shared", lambda: own)
     template = ChatTemplate("{{ messages[0].content * times }}", {})
     assert template.render([{"role": "user", "content": "x"}], kwargs={"times": 3}) == "xxx"
@@ -269,7 +269,7 @@ def test_chatml_writes_calls_byte_for_byte_and_results_in_one_turn(chatml: ChatT
     assert '"arguments": {}' in chatml.render([USER, call(None)])
 
 
-def test_chatml_takes_null_and_lists(chatml: ChatTemplate) -> None:
+def test_chatml_accepts_null_and_lists(chatml: ChatTemplate) -> None:
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
     for role in ("system", "user", "assistant", "tool"):
         listed, joined, null = (

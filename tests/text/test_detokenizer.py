@@ -30,7 +30,7 @@ class Words:
 def run(
     words: Words, ids: Sequence[int] | None = None, prompt: Sequence[int] = (1,), **sampling: object
 ) -> list[TextDelta]:
-    """One call a token, then the end; checks that nothing comes after a stop."""
+    """Adds one token per call, then the end; checks that nothing follows a stop string."""
     detokenizer = Detokenizer(words, SamplingParams(max_tokens=None, **sampling), prompt)
     deltas = [detokenizer.add([token_id], finished=False) for token_id in (words.ids if ids is None else ids)]
     deltas.append(detokenizer.add([], finished=True))
@@ -64,14 +64,14 @@ def test_a_stop_string_across_tokens_is_seen() -> None:
     assert text_of(run(Words(["alpha ", "beta", " ", "gamma", " delta"]), stop=("beta gamma",))) == "alpha "
 
 
-def test_nothing_behind_the_stop_string_comes_out() -> None:
+def test_text_after_the_stop_string_is_dropped() -> None:
     words = Words(["one, ", "two, ", "three, ", "four, ", "five, six", ", seven"])
     detokenizer = Detokenizer(words, SamplingParams(stop=("five",)), (1,))
     delta = detokenizer.add(words.ids, finished=True)
     assert delta == TextDelta("one, two, three, four, ", 5, "five")
 
 
-def test_held_text_that_is_no_stop_string_comes_out_at_the_end() -> None:
+def test_held_text_is_emitted_at_the_end() -> None:
     words = Words(["pl", "ea", "s", "<|eot"])
     assert text_of(run(words, [1, 2, 3], stop=("<|eot_id|>assistant", "please"))) == "pleas"
     assert text_of(run(words, stop=("<|eot_id|>assistant", "please"))) == "pleas<|eot"
@@ -82,13 +82,13 @@ def test_the_stop_string_can_be_kept() -> None:
     assert text_of(run(words, stop=("bc",), include_stop_str_in_output=True)) == "a bc"
 
 
-def test_of_two_stop_strings_the_first_to_be_complete_ends_it_and_the_longer_of_two_at_once() -> None:
+def test_the_first_complete_stop_string_counts_and_of_two_at_once_the_longer() -> None:
     words = Words(["one two three"])
     assert run(words, stop=("two three", "wo"))[0] == TextDelta("one t", 1, "wo")
     assert run(words, stop=("wo", "two"))[0] == TextDelta("one ", 1, "two")
 
 
-def test_stop_strings_are_ignored_until_min_tokens_are_out() -> None:
+def test_stop_strings_are_ignored_before_min_tokens() -> None:
     words = Words(["x", "stop", "y", "st", "op", "z"])
     deltas = run(words, stop=("stop",), min_tokens=2)
     assert text_of(deltas) == "xstopy"
@@ -100,17 +100,17 @@ def test_stop_strings_are_ignored_until_min_tokens_are_out() -> None:
 # --- characters -----------------------------------------------------------------------------------------------------
 
 
-def test_never_half_a_character_and_append_only() -> None:
+def test_text_is_append_only_and_in_whole_characters() -> None:
     deltas = run(Words([b"\xe3\x82", b"\xad", b"\xe3\x83\xa5"]))
     assert [delta.text for delta in deltas] == ["", "キ", "ュ", ""]
 
 
-def test_bytes_that_are_no_character_do_not_freeze_the_stream() -> None:
+def test_invalid_utf8_does_not_block_the_stream() -> None:
     deltas = run(Words([b"a\xff", b"b", b"\xe3\x82", b"c", b"\xf0\x9f"]))
     assert [delta.text for delta in deltas] == ["a\ufffd", "b", "", "\ufffdc", "", "\ufffd"]
 
 
-def test_an_encoded_surrogate_never_leaves_as_one() -> None:
+def test_an_encoded_surrogate_is_replaced() -> None:
     text = text_of(run(Words([b"\xed\xa0\xbd", b"\xed\xb8\x80"])))
     assert set(text) == {"\ufffd"}
 
@@ -121,7 +121,7 @@ def test_special_tokens_are_skipped_or_shown() -> None:
     assert text_of(run(words, [1, 0], skip_special_tokens=False)) == "a<end>"
 
 
-def test_leading_space_belongs_to_the_answer_behind_a_prompt_only() -> None:
+def test_the_leading_space_is_kept_only_after_a_prompt_with_text() -> None:
     words = Words([" Hello", " you"], strips_leading_space=True)
     assert text_of(run(words, prompt=[1])) == " Hello you"
     assert text_of(run(words, prompt=[0])) == "Hello you"
@@ -158,7 +158,7 @@ def test_joined_deltas_are_the_whole_decoding(
 
 
 def naive(pieces: Sequence[str], stops: Sequence[str], min_tokens: int) -> tuple[str, int, str | None]:
-    """Text before the stop string that is complete first, tokens up to there, and the stop: by looking at it whole."""
+    """Reference that searches the whole text. Returns the text before the stop string, the tokens, the stop string."""
     text = "".join(pieces)
     owner = [count for count, piece in enumerate(pieces, start=1) for _ in piece]
     for end in range(1, len(text) + 1):
@@ -175,7 +175,7 @@ def naive(pieces: Sequence[str], stops: Sequence[str], min_tokens: int) -> tuple
     cuts=st.lists(st.integers(0, 100)),
     min_tokens=st.integers(0, 6),
 )
-def test_the_cut_is_the_one_of_a_search_in_the_whole_text(
+def test_the_cut_equals_a_search_in_the_whole_text(
     pieces: list[str], stops: list[str], cuts: list[int], min_tokens: int
 ) -> None:
     expected, tokens, stop = naive(pieces, stops, min_tokens)

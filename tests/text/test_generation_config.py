@@ -27,7 +27,7 @@ def write(folder: Path, generation: Any = None, config: Any = None) -> Path:
     return folder
 
 
-def test_auto_takes_the_models_own(tmp_path: Path) -> None:
+def test_auto_uses_the_models_file(tmp_path: Path) -> None:
     folder = write(tmp_path, {**MODEL, "repetition_penalty": 1.05, "eos_token_id": 5})
     defaults = load_defaults(folder, "auto", Ends())
     assert defaults.sampling == {
@@ -40,7 +40,7 @@ def test_auto_takes_the_models_own(tmp_path: Path) -> None:
     assert set(defaults.eos_token_ids) == {5, 7}
 
 
-def test_vllm_takes_none_but_keeps_the_end_tokens(tmp_path: Path) -> None:
+def test_vllm_uses_no_file_but_keeps_the_end_tokens(tmp_path: Path) -> None:
     defaults = load_defaults(write(tmp_path, {**MODEL, "eos_token_id": [5, 6]}), "vllm", Ends())
     assert defaults.sampling == {}
     assert set(defaults.eos_token_ids) == {5, 6, 7}

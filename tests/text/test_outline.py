@@ -1,4 +1,4 @@
-"""Which part of a prompt is whose, over real templates and odd conversations."""
+"""Parts of prompts are mapped to messages and tools, for real templates and unusual conversations."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_a_filled_outline_is_the_prompt(source: Path) -> None:
     assert shown
 
 
-def test_a_place_counts_over_all_texts_of_its_message() -> None:
+def test_a_position_counts_over_all_texts_of_its_message() -> None:
     owners = [TextOwner(0, "system", 0), TextOwner(1, "user", 0), TextOwner(1, "user", 4)]
     parts = [(NOBODY, 2), (0, 3), (NOBODY, 4), (1, 3), (NOBODY, 1), (2, 5)]
     assert position_at(parts, owners, 0) == PromptPosition(NOBODY, "", 0)
@@ -82,7 +82,7 @@ def test_a_place_counts_over_all_texts_of_its_message() -> None:
     assert position_at(parts, owners, 18) is None
 
 
-def test_a_text_that_reads_like_the_template_is_told_from_it() -> None:
+def test_a_text_equal_to_the_templates_own_is_mapped_correctly() -> None:
     """The role before the text is the same word as the text."""
     template = ChatTemplate(NAMED.read_text("utf-8"), SPECIAL)
     messages = [{"role": "user", "content": "user"}]
@@ -93,8 +93,8 @@ def test_a_text_that_reads_like_the_template_is_told_from_it() -> None:
     assert before[1].endswith("user\n")
 
 
-def test_prompts_without_marks_are_not_kept() -> None:
-    """A template that looks into its texts in a way of its own: each prompt is rendered, none is remembered."""
+def test_outlines_without_placeholders_are_not_cached() -> None:
+    """If a template transforms its texts, every prompt is rendered and none is cached."""
     source = "{% for m in messages %}{{ m.content | upper }}|{% endfor %}"
     builder = OutlineBuilder(ChatTemplate(source, SPECIAL))
     for number in range(5):

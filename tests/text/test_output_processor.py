@@ -1,4 +1,4 @@
-"""Updates to answers: what belongs to a choice, what ended it, and what comes too late."""
+"""Updates become outputs: what belongs to a choice, what ends it, and updates that come too late."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ EOS = 0
 
 
 class Letters:
-    """One token a byte; token 0 is the special end token."""
+    """One token per byte; token 0 is the special end token."""
 
     special_ids = frozenset({EOS})
     strips_leading_space = False
@@ -51,7 +51,7 @@ def prompt_done(**fields) -> PromptDone:
     return PromptDone(CacheReport(2, 1, "hit"), queue_s=0.0, waited_s=0.0, prefill_s=0.1, **fields)
 
 
-def test_a_whole_answer_has_all_that_was_said() -> None:
+def test_an_output_has_all_fields() -> None:
     answer = processor("AB", logprobs=0)
     first = answer.update(update("he", logprobs=True, prompt=prompt_done(prompt_logprobs=(None, None))))
     last = answer.update(update("y", FinishReason.LENGTH, logprobs=True))
@@ -65,7 +65,7 @@ def test_a_whole_answer_has_all_that_was_said() -> None:
     assert choice.cumulative_logprob == pytest.approx(-0.5 * sum(b"hey"))
 
 
-def test_before_the_first_token_there_is_an_empty_answer() -> None:
+def test_the_output_is_empty_before_the_first_token() -> None:
     output = processor().output()
     assert (output.finished, output.num_cached_tokens, output.cache) == (False, 0, None)
     assert (output.outputs[0].text, output.outputs[0].logprobs, output.outputs[0].cumulative_logprob) == (
@@ -78,7 +78,7 @@ def test_before_the_first_token_there_is_an_empty_answer() -> None:
 @pytest.mark.parametrize("skip_special", [True, False])
 @pytest.mark.parametrize("end", [EOS, ord("!")])
 @pytest.mark.parametrize("include", [True, False])
-def test_an_end_token_counts_and_shows_only_when_asked(skip_special: bool, end: int, include: bool) -> None:
+def test_an_end_token_counts_and_its_text_is_optional(skip_special: bool, end: int, include: bool) -> None:
     answer = processor(skip_special_tokens=skip_special, include_stop_str_in_output=include)
     delta = answer.update(update("a", FinishReason.STOP, end=(end,), stop_reason=None if end == EOS else end))
     shown = "" if not include or (end == EOS and skip_special) else Letters().token_bytes(end).decode()
@@ -105,21 +105,21 @@ def test_a_stop_string_over_two_updates_ends_the_choice_once() -> None:
     assert answer.num_generated == 7
 
 
-def test_a_stop_string_in_the_last_update_needs_no_ending_by_the_caller() -> None:
+def test_a_stop_string_in_the_last_update_needs_no_abort() -> None:
     answer = processor(stop=("b",))
     delta = answer.update(update("abc", FinishReason.LENGTH))
     assert (delta.text, delta.token_ids, delta.finish_reason, delta.stop_reason) == ("a", (97, 98), "stop", "b")
     assert not delta.stopped_by_string
 
 
-def test_what_a_stop_string_held_back_comes_at_the_end() -> None:
+def test_text_held_for_a_stop_string_is_emitted_at_the_end() -> None:
     answer = processor(stop=("please",))
     answer.update(update("pleas"))
     assert answer.update(update("", FinishReason.STOP, end=(EOS,))).text == "pleas"
     assert answer.output().outputs[0].text == "pleas"
 
 
-def test_choices_are_apart_and_the_answer_ends_with_the_last() -> None:
+def test_choices_are_separate_and_the_output_finishes_with_the_last() -> None:
     answer = processor(n=3, stop=("x",))
     assert answer.update(update("ax", choice=2)).stopped_by_string
     assert answer.update(update("b", choice=0)).text == "b"
@@ -149,7 +149,7 @@ def test_an_end_without_tokens_keeps_the_text_before_it(reason: FinishReason) ->
     cuts=st.sets(st.integers(0, 60)),
     include=st.booleans(),
 )
-def test_deltas_add_up_however_the_tokens_come(text: str, stops: list[str], cuts: set[int], include: bool) -> None:
+def test_deltas_add_up_however_tokens_are_split(text: str, stops: list[str], cuts: set[int], include: bool) -> None:
     data = text.encode()
     edges = [0, *sorted(cut for cut in cuts if 0 < cut < len(data)), len(data)]
     answer = processor(stop=tuple(stops), include_stop_str_in_output=include, logprobs=0)
