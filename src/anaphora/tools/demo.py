@@ -1,4 +1,4 @@
-"""The story of the prefix cache in four requests: cold, hit, an id in front, the id at the end."""
+"""Shows the prefix cache in four requests: cold, hit, an id in front, the id at the end."""
 
 from __future__ import annotations
 
@@ -24,20 +24,22 @@ CACHED, COMPUTED = "green", "red"
 
 
 def request_id() -> str:
+    """Returns a random id, as tracing adds it to prompts."""
     return f"[Request ID: {secrets.token_hex(8)}]"
 
 
 def in_front(prompt: str) -> str:
-    """A tracing id before everything else: no beginning is ever the same again."""
+    """Puts an id before everything else: no two prompts share a prefix."""
     return f"{request_id()}\n{prompt}"
 
 
 def at_the_end(prompt: str) -> str:
-    """The same id behind what the user wrote."""
+    """Puts an id after the user's message."""
     return f"{prompt}\n{request_id()}"
 
 
 def unchanged(prompt: str) -> str:
+    """Returns the prompt as it is."""
     return prompt
 
 
@@ -50,7 +52,7 @@ STEPS: tuple[tuple[str, str, Callable[[str], str]], ...] = (
 
 
 def bar(result: RequestResult) -> Text:
-    """Cached and computed tokens of a prompt, to scale."""
+    """Returns a bar of a prompt's cached and computed tokens, to scale."""
     total, cached = result.prompt_tokens or 0, result.cached_tokens or 0
     filled = round(BAR_WIDTH * cached / total) if total else 0
     return Text.assemble(
@@ -61,7 +63,7 @@ def bar(result: RequestResult) -> Text:
 
 
 async def ask(server: Server, console: Console, prompt: str) -> RequestResult:
-    """Send it; the answer shows as it comes, behind a clock that runs to the first token and stops there."""
+    """Sends a prompt and shows the answer as it comes, after a clock that stops at the first token."""
     begun, written = time.perf_counter(), ""
     first: float | None = None
 
@@ -80,7 +82,7 @@ async def ask(server: Server, console: Console, prompt: str) -> RequestResult:
 
 
 async def tell(server: Server, console: Console) -> list[RequestResult]:
-    """Send the four requests, one after the other, and print each as it went. Raises AnaphoraError where one fails."""
+    """Sends the four requests one after the other and prints each result. Raises AnaphoraError if one fails."""
     with console.status(f"writing {len(STEPS)} prompts …"):
         sessions = await SessionMaker(server, SHAPE, secrets.token_hex(4)).sessions(len(STEPS), lambda made: None)
     console.print(
@@ -102,6 +104,7 @@ async def tell(server: Server, console: Console) -> list[RequestResult]:
 
 
 def summary(results: list[RequestResult]) -> str:
+    """Returns what the four times to first token show."""
     cold, hit, front, end = (ttft(result) or 0.0 for result in results)
     return (
         f"One model, one server, the same words. From the cache the first token came {cold / hit:.0f} times sooner; "
@@ -110,6 +113,7 @@ def summary(results: list[RequestResult]) -> str:
 
 
 async def run(console: Console) -> None:
+    """Starts a server, sends the requests, stops the server."""
     end_on_terminate()
     own = OwnServer(None, caching=True)
     try:
@@ -128,7 +132,7 @@ async def run(console: Console) -> None:
 
 
 def main() -> int:
-    """Run the demo; the exit code."""
+    """Runs the demo and returns the exit code."""
     try:
         asyncio.run(run(Console()))
     except AnaphoraError as error:

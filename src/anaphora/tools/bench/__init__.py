@@ -1,4 +1,4 @@
-"""The A/B over HTTP: the same requests with the prefix cache off and on, and what the difference is worth."""
+"""``anaphora bench``: the same requests with the prefix cache off and on, over HTTP."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ __all__ = ["BenchOptions", "run"]
 
 
 def run(options: BenchOptions) -> int:
-    """Measure and report; the exit code (1 where a request failed). Raises ConfigError for what cannot be run."""
+    """Measures and reports. Returns the exit code: 1 if a request failed. Raises ConfigError."""
     from anaphora.tools.bench import command
 
     return command.main(options)

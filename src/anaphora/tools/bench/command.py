@@ -1,12 +1,13 @@
-"""The run from its options to its exit code."""
+"""One run of ``anaphora bench``, from its options to its exit code."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
+from collections.abc import Callable
 from pathlib import Path
 
-import msgspec
 from rich.console import Console
 
 from anaphora.errors import ConfigError
@@ -20,11 +21,13 @@ from anaphora.tools.bench.progress import PromptProgress, RequestProgress, progr
 from anaphora.tools.bench.report import Report, print_report
 from anaphora.tools.bench.servers import Servers
 from anaphora.tools.bench.workloads import Session
+from anaphora.tools.shared.output_file import write_json, write_text
 
-try:
+LOOP_FACTORY: Callable[[], asyncio.AbstractEventLoop] | None = None
+with contextlib.suppress(ImportError):  # it comes with [serve], and not on Windows
     from uvloop import new_event_loop
-except ImportError:  # it comes with [serve], and not on Windows
-    new_event_loop = None
+
+    LOOP_FACTORY = new_event_loop
 
 DEFAULT_REQUESTS = 16
 SETTLE_SECONDS = 0.3
@@ -32,30 +35,27 @@ TERMINATED = 128 + 15
 
 
 def main(options: BenchOptions) -> int:
-    """Run, print, write the files; 1 where a request failed."""
+    """Runs, prints and writes the files. Returns 1 if a request failed."""
     for name in (options.json, options.html):
         if name and Path(name).is_dir():
             raise ConfigError(f"{name} is a folder: name a file")
     try:
-        with asyncio.Runner(loop_factory=new_event_loop) as runner:
+        with asyncio.Runner(loop_factory=LOOP_FACTORY) as runner:
             report = runner.run(Run(options).measure())
     except asyncio.CancelledError:
         return TERMINATED
     print_report(report, Console())
-    for name, render in ((options.json, _json), (options.html, render_page)):
-        if name:
-            Path(name).parent.mkdir(parents=True, exist_ok=True)
-            Path(name).write_text(render(report), encoding="utf-8")
-            print(f"wrote {name}")
+    if options.json:
+        write_json(options.json, report.as_json())
+        print(f"wrote {options.json}")
+    if options.html:
+        write_text(options.html, render_page(report))
+        print(f"wrote {options.html}")
     return 1 if report.failed else 0
 
 
-def _json(report: Report) -> str:
-    return msgspec.json.format(msgspec.json.encode(report.as_json()), indent=2).decode() + "\n"
-
-
 class Run:
-    """One benchmark: the servers, the rounds, the sweep."""
+    """One benchmark: its servers, rounds and sweep."""
 
     def __init__(self, options: BenchOptions) -> None:
         self.options = options
@@ -66,12 +66,14 @@ class Run:
         self._started = time.monotonic()
 
     def say(self, text: str) -> None:
+        """Prints a line on standard error, above the progress bars."""
         self.console.print(f"[dim]{text}[/dim]", highlight=False)
 
     async def measure(self) -> Report:
+        """Runs all rounds and the sweep; stops its own servers even if it is cancelled."""
         end_on_terminate()
         if self.options.replay:
-            self._recorded(None)  # what is wrong with the log is told before a server is started
+            self._recorded(None)  # report a bad log before a server is started
         try:
             with progress_bars(self.console) as self.progress:
                 await self._rounds()
@@ -97,12 +99,12 @@ class Run:
                 return
 
     def _too_late(self, round_seconds: float) -> bool:
-        """Whether one more round that takes as long would end after the time limit."""
+        """Whether another round of the same length would end after the time limit."""
         limit = self.options.time_limit
         return limit is not None and time.monotonic() - self._started + round_seconds > limit
 
     async def _round(self, title: str, number: int) -> None:
-        """The same requests to every side, the order turned round each time."""
+        """Sends the same requests to every side; the order of the sides alternates."""
         sides = self.servers.sides if number % 2 == 0 else self.servers.sides[::-1]
         sessions = await self._sessions(await self.servers.get(sides[0]), title, f"{self.report.seed}/{number}")
         for side in sides:
@@ -134,7 +136,7 @@ class Run:
         return load_generator.arrivals(sessions, options.rate, seed) if options.rate else sessions
 
     def _recorded(self, count: int | None) -> list[Session]:
-        """The requests of the log, at most ``count``."""
+        """Returns the requests of the log, at most ``count``."""
         options = self.options
         if options.log is None:
             return replay.read_airline(options.data, count or options.requests or DEFAULT_REQUESTS)

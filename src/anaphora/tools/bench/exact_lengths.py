@@ -1,4 +1,4 @@
-"""Texts of an exact number of tokens, counted by the server's own tokenizer."""
+"""Makes texts of an exact number of tokens, counted by the server's own tokenizer."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from anaphora.errors import ConfigError
 
 Count = Callable[[str], Awaitable[int]]
 
-# Single tokens in most vocabularies: what a long word would overshoot is filled up with the beginning of this phrase,
-# and where that does not count as hoped, with one of the others at a time.
+# Single tokens in most vocabularies. The tokens that remain are filled with the start of PHRASE, and if that does not
+# give the right number, with FILLERS one at a time.
 PHRASE = (" and", " so", " on", " as", " it", " was", " before", " and", " is", " now", " and", " not", " then")
 FILLERS = (" now", " please", " again", ".", " too", "!", " x")
 CHARACTERS_A_TOKEN = 4.3
@@ -20,15 +20,15 @@ INTERPOLATIONS = 8
 
 
 def estimate(text: str) -> int:
-    """Tokens of an English text by its length, for servers that have no /tokenize."""
+    """Estimates the tokens of an English text from its length, for servers without /tokenize."""
     return max(1, round(len(text) / CHARACTERS_A_TOKEN))
 
 
 async def fit(pieces: Sequence[str], wanted: int, count: Count) -> str:
-    """The longest beginning of ``pieces`` that has at most ``wanted`` tokens, filled up to exactly ``wanted``.
+    """Returns the longest start of ``pieces`` with at most ``wanted`` tokens, filled up to exactly ``wanted``.
 
-    ``count`` gives the tokens of the whole prompt around a text, so ``wanted`` includes what the template adds.
-    Raises ConfigError where the template alone needs more, or the pieces are too few.
+    ``count`` returns the tokens of the whole prompt with a text in it, so ``wanted`` includes the chat template.
+    Raises ConfigError if the template alone needs more, or there are too few pieces.
     """
     low, high = 0, len(pieces)
     around = tokens = await count("")
@@ -66,7 +66,7 @@ async def _fill(text: str, wanted: int, tokens: int, count: Count) -> str:
 
 
 def common_prefix_length(first: Sequence[int], second: Sequence[int]) -> int:
-    """Returns the number of tokens that both begin with."""
+    """Returns the length of the longest common prefix."""
     for index, (a, b) in enumerate(zip(first, second, strict=False)):
         if a != b:
             return index

@@ -1,4 +1,4 @@
-"""From results to figures: what one round shows, and the median and spread over the rounds."""
+"""Computes figures from results: of one round, and median and spread over the rounds."""
 
 from __future__ import annotations
 
@@ -22,7 +22,10 @@ WARM_SHARE = 0.01
 
 @dataclass(slots=True)
 class Round:
-    """What was seen of one side in one round. ``prefills`` are seconds per request, where the server tells them."""
+    """Results of one side in one round.
+
+    ``before`` and ``after`` are the server's counters around it, ``prefills`` seconds per request if it reports them.
+    """
 
     results: list[RequestResult]
     before: Counters | None = None
@@ -31,6 +34,7 @@ class Round:
 
     @property
     def good(self) -> list[RequestResult]:
+        """Results without an error."""
         return [result for result in self.results if result.error is None]
 
 
@@ -43,21 +47,22 @@ class Load:
 
 
 def mean(values: Sequence[float]) -> float | None:
+    """Returns the mean; None if there are no values."""
     return statistics.fmean(values) if values else None
 
 
 def ttft(result: RequestResult) -> float | None:
-    """Seconds from sending to the first event with content."""
+    """Returns the seconds from sending to the first event with content; None if there was none."""
     return None if result.first_token is None else result.first_token - result.started
 
 
 def output_tokens(result: RequestResult) -> int:
-    """From usage; without it the events with content, which are at most as many."""
+    """Returns the tokens of usage, or without usage the events with content, which may be fewer."""
     return result.content_events if result.output_tokens is None else result.output_tokens
 
 
 def itl(result: RequestResult) -> float | None:
-    """Mean seconds between two tokens of one answer: (last - first) / (tokens - 1)."""
+    """Returns the mean seconds between tokens of one answer: (last - first) / (tokens - 1)."""
     tokens = output_tokens(result)
     if result.first_token is None or result.last_token is None or tokens < 2:
         return None
@@ -65,6 +70,7 @@ def itl(result: RequestResult) -> float | None:
 
 
 def not_none(values: Sequence[float | None]) -> list[float]:
+    """Returns the values that are known."""
     return [value for value in values if value is not None]
 
 
@@ -121,7 +127,7 @@ def _hit_rates(seen: Round) -> Figures:
 
 
 def token_hit_rate(seen: Round) -> tuple[float | None, str]:
-    """Cached tokens over prompt tokens, and whence: the server's ``metrics``, else ``usage``, else ``unknown``."""
+    """Returns cached over prompt tokens, and the source: the server's ``metrics``, else ``usage``, else ``unknown``."""
     queries, hits = _counter_growth(seen, "queries"), _counter_growth(seen, "hits")
     if queries and hits is not None:
         return hits / queries, "metrics"
@@ -132,13 +138,13 @@ def token_hit_rate(seen: Round) -> tuple[float | None, str]:
 
 
 def _counter_growth(seen: Round, name: str) -> float | None:
-    """By how much a counter of /metrics rose during the round."""
+    """Returns by how much a counter of /metrics rose during the round."""
     before, after = getattr(seen.before, name, None), getattr(seen.after, name, None)
     return None if before is None or after is None else float(after - before)
 
 
 def busy_seconds(results: Sequence[RequestResult]) -> float:
-    """Seconds in which at least one request was in flight."""
+    """Returns the seconds during which at least one request was in flight."""
     total, until = 0.0, float("-inf")
     for result in sorted(results, key=lambda result: result.started):
         total += max(0.0, result.ended - max(result.started, until))
@@ -147,6 +153,7 @@ def busy_seconds(results: Sequence[RequestResult]) -> float:
 
 
 def peak_in_flight(results: Sequence[RequestResult]) -> int:
+    """Returns the most requests that were in flight at once."""
     edges = sorted([(s.started, 1) for s in results] + [(s.ended, -1) for s in results])
     running = peak = 0
     for _, change in edges:
@@ -161,7 +168,7 @@ def _mean_prefill(seen: Round) -> float | None:
 
 
 def _bucket_median(seen: Round) -> float | None:
-    """The median prefill by linear interpolation within its histogram bucket."""
+    """Returns the median prefill by linear interpolation within its histogram bucket."""
     if not seen.before or not seen.after or not seen.after.prefill_buckets:
         return None
     counts = sorted((b, n - seen.before.prefill_buckets.get(b, 0.0)) for b, n in seen.after.prefill_buckets.items())
@@ -177,9 +184,9 @@ def _bucket_median(seen: Round) -> float | None:
 
 
 def warm_share(seen: Round) -> float:
-    """Share of the prompt tokens that came from the cache though no other prompt of this round has them.
+    """Returns the share of prompt tokens that came from the cache although no other prompt of the round has them.
 
-    One block of grace a request: the server's own answers may by chance begin like a scripted one.
+    Each request may exceed by one block: a server's own answer can begin like the scripted one by chance.
     """
     counted = [s for s in seen.good if s.cached_tokens is not None and s.request.tokens]
     prompts = [result.request.tokens or () for result in counted]
@@ -191,7 +198,7 @@ def warm_share(seen: Round) -> float:
 
 
 def medians(rounds: Sequence[Figures]) -> tuple[Figures, dict[str, tuple[float, float]]]:
-    """The median of each figure over the rounds, and its smallest and largest value."""
+    """Returns the median of each figure over the rounds, and its smallest and largest value."""
     names = dict.fromkeys(name for figures in rounds for name in figures)
     values = {name: not_none([figures.get(name) for figures in rounds]) for name in names}
     return (
@@ -201,12 +208,12 @@ def medians(rounds: Sequence[Figures]) -> tuple[Figures, dict[str, tuple[float, 
 
 
 def foreign_share(seen: Round) -> float:
-    """By how much the server's count of looked-up tokens differs from our prompts': other people's traffic."""
+    """Returns by what share the tokens that the server looked up differ from our prompts: other traffic."""
     queries = _counter_growth(seen, "queries")
     ours = sum(result.prompt_tokens or 0 for result in seen.results)
     return abs(queries - ours) / ours if queries and ours else 0.0
 
 
 def errors_of(rounds: Sequence[Round]) -> dict[str, int]:
-    """What went wrong, and how often."""
+    """Returns each error and how often it occurred, the most frequent first."""
     return dict(Counter(result.error for seen in rounds for result in seen.results if result.error).most_common())

@@ -1,4 +1,4 @@
-"""What the benchmark is asked to do. A field is a flag, as in ``anaphora.config``."""
+"""The flags of ``anaphora bench``: one field each, as in ``anaphora.config``."""
 
 from __future__ import annotations
 
@@ -18,57 +18,59 @@ WORKLOADS = (
 
 
 def parse_counts(text: str) -> tuple[int, ...]:
-    """``10,20,30`` as whole numbers of at least 1."""
+    """Parses ``10,20,30`` as whole numbers of at least 1. Raises ConfigError."""
     parts = [part.strip() for part in text.split(",")]
     if not all(part.isdecimal() and int(part) > 0 for part in parts):
-        raise ConfigError(f"{text!r} is no list of counts: write whole numbers with commas, such as 10,20,30")
+        raise ConfigError(f"{text!r} is not a list of counts: write whole numbers with commas, such as 10,20,30")
     return tuple(int(part) for part in parts)
 
 
 @dataclass(frozen=True)
 class BenchOptions:
+    """Options of a benchmark. Raises ConfigError if they contradict each other."""
+
     model: str | None = option(
         None, "model to serve (as for serve), or the name to ask for at a URL", metavar="MODEL|NAME"
     )
     workload: str | None = option(
-        None, "what is sent: customer-service unless --log or own sizes are given", choices=WORKLOADS
+        None, "requests to send (default: customer-service, unless --log or sizes are given)", choices=WORKLOADS
     )
-    shared: int | None = option(None, "tokens at the beginning that the prompts share", metavar="TOKENS")
-    own: int | None = option(None, "tokens of a prompt (or turn) of its own", metavar="TOKENS")
+    shared: int | None = option(None, "tokens of the prefix that the prompts share", metavar="TOKENS")
+    own: int | None = option(None, "tokens of a prompt (or turn) that are its own", metavar="TOKENS")
     out: int | None = option(None, "tokens of an answer", metavar="TOKENS")
     turns: int | None = option(None, "turns of a conversation", metavar="N")
-    tenants: int | None = option(None, "how many different shared beginnings there are", metavar="N")
+    tenants: int | None = option(None, "number of different shared prefixes", metavar="N")
     log: str | None = option(
-        None, "replay this JSONL of request bodies or of records written with --record-prompts", metavar="FILE"
+        None, "replay a JSONL file of request bodies, or of records written with --record-prompts", metavar="FILE"
     )
-    timing: bool = option(False, "with --log: send each request at its own arrival time")
+    timing: bool = option(False, "with --log: send each request at its logged arrival time")
     data: str | None = option(None, "folder with the airline log, which the agent workload needs", metavar="FOLDER")
     requests: int | None = option(
-        None, "requests a round and side (default: 16; with --log the whole log)", metavar="N"
+        None, "requests per round and side (default: 16; with --log the whole log)", metavar="N"
     )
     concurrency: int = option(8, "requests (or conversations) in flight at once", metavar="N")
     rate: float | None = option(
-        None, "arrivals a second (random times, open loop) instead of --concurrency", metavar="REQ/S"
+        None, "requests per second, at random times (open loop), instead of --concurrency", metavar="REQ/S"
     )
-    rounds: int = option(2, "rounds; each has fresh prompts, the order of off and on alternates", metavar="N")
+    rounds: int = option(2, "rounds; each has new prompts, and the order of off and on alternates", metavar="N")
     time_limit: float | None = option(
-        None, "begin no further round that would end later than this many seconds after the start", metavar="SECONDS"
+        None, "start no round that would end later than this many seconds after the start", metavar="SECONDS"
     )
-    per_day: int = option(100_000, "requests a day, for the hours and the price", metavar="N")
+    per_day: int = option(100_000, "requests per day, for the hours and the price", metavar="N")
     seed: int | None = option(
-        None, "of texts and arrivals (default: 0 for own servers, a new one for a URL, which may be warm)"
+        None, "seed of texts and arrivals (default: 0 for own servers; a new one for a URL, whose cache may be warm)"
     )
-    gpu_hour_price: float | None = option(None, "price of one machine for an hour", metavar="PRICE")
+    gpu_hour_price: float | None = option(None, "price of one machine per hour", metavar="PRICE")
     json: str | None = option(None, "write the figures to this file", metavar="FILE")
-    html: str | None = option(None, "write a page with plots to this file", metavar="FILE")
+    html: str | None = option(None, "write a page with charts to this file", metavar="FILE")
     sweep: tuple[int, ...] = option(
         (), "also measure prefill at each of these concurrencies, such as 10,20,30", parse=parse_counts, metavar="N,N"
     )
-    url: str | None = option(None, "measure this server only, as it is", metavar="URL")
+    url: str | None = option(None, "measure only this server, as it is", metavar="URL")
     off_url: str | None = option(None, "a running server without prefix caching", metavar="URL")
-    on_url: str | None = option(None, "the same with prefix caching", metavar="URL")
+    on_url: str | None = option(None, "the same server with prefix caching", metavar="URL")
     api_key: str | None = option(None, "bearer token for the server", metavar="KEY")
-    server_args: tuple[str, ...] = option((), "after --: flags for the own servers", remainder=True)
+    server_args: tuple[str, ...] = option((), "after --: flags for the servers that bench starts", remainder=True)
 
     def __post_init__(self) -> None:
         self._check_numbers()
@@ -87,7 +89,7 @@ class BenchOptions:
         if self.timing and self.rate is not None:
             raise ConfigError("--timing takes the arrival times from the log; leave out --rate")
         if self.replay and any(value is not None for value in (self.shared, self.own, self.turns, self.tenants)):
-            raise ConfigError("--shared, --own, --turns and --tenants are for made prompts, not for a log")
+            raise ConfigError("--shared, --own, --turns and --tenants are for generated prompts, not for a log")
 
     def _check_numbers(self) -> None:
         least = {"shared": 0, "own": 1, "out": 1, "turns": 1, "tenants": 1}
@@ -108,7 +110,7 @@ class BenchOptions:
 
     @property
     def names(self) -> dict[str, str]:
-        """What to call the sides. Of servers behind a URL only the URL's flag is known, not whether they cache."""
+        """Names of the sides. Whether a server behind a URL caches is not known, so it is named after its flag."""
         if self.url is not None:
             return {"on": "server"}
         return {"off": "off URL", "on": "on URL"} if self.remote else {"off": "cache off", "on": "cache on"}
@@ -120,7 +122,7 @@ class BenchOptions:
 
     @property
     def workload_name(self) -> str:
-        """``custom`` where only sizes are given, ``log`` for a log."""
+        """``custom`` if only sizes are given, ``log`` for a log."""
         if self.log is not None:
             return "log"
         sizes = (self.shared, self.own, self.out, self.turns, self.tenants)

@@ -1,4 +1,4 @@
-"""Own servers: started for the benchmark on a free port, stopped at its end."""
+"""``anaphora serve`` as a subprocess: started for a benchmark on a free port, stopped at its end."""
 
 from __future__ import annotations
 
@@ -23,20 +23,21 @@ LAST_LINES = 15
 
 
 def free_port() -> int:
+    """Returns a TCP port of this machine that is free at the moment."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         return int(listener.getsockname()[1])
 
 
 def end_on_terminate() -> None:
-    """Let SIGTERM cancel the running task, so that its own servers are stopped too."""
+    """Makes SIGTERM cancel the running task, so that its servers are stopped too."""
     task = asyncio.current_task()
     if task is not None and threading.current_thread() is threading.main_thread():
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
 
 
 class OwnServer:
-    """``anaphora serve`` as a subprocess. Its output and its record of requests lie in a temporary folder."""
+    """``anaphora serve`` as a subprocess, with its output and its log of requests in a temporary folder."""
 
     def __init__(self, model: str | None, caching: bool, arguments: tuple[str, ...] = ()) -> None:
         self.caching = caching
@@ -53,6 +54,7 @@ class OwnServer:
 
     @property
     def pid(self) -> int:
+        """Process id."""
         return self._process.pid
 
     @property
@@ -64,7 +66,10 @@ class OwnServer:
         return self.folder / "requests.jsonl"
 
     async def ready(self) -> float:
-        """Wait until /health says so; the seconds waited. Raises AnaphoraError with the server's last words."""
+        """Waits until /health is good and returns the seconds waited.
+
+        Raises AnaphoraError with the last lines of the server's output if it ends or takes too long.
+        """
         begun = time.perf_counter()
         async with httpx.AsyncClient(trust_env=False, timeout=5) as client:
             while time.perf_counter() - begun < START_SECONDS:
@@ -79,10 +84,11 @@ class OwnServer:
         raise AnaphoraError(f"the server was not ready after {START_SECONDS} s:\n{self._last_lines()}")
 
     def prefill_times(self) -> list[float]:
-        """Seconds of prefill of every request that this server has recorded, in the order in which they ended."""
+        """Returns the prefill seconds of every request that has ended, in the order in which they ended."""
         return [entry.prefill_s for entry in record.read(self._log)] if self._log.exists() else []
 
     def stop(self) -> None:
+        """Ends the process and deletes the folder."""
         self._process.terminate()
         try:
             self._process.wait(15)

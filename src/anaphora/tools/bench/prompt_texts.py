@@ -1,4 +1,4 @@
-"""Real sentences for the prompts: policies, questions, answers, articles and code, put together by a seed."""
+"""Real sentences for prompts: policies, questions, answers, articles and code, combined by a seed."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def _values() -> dict[str, list[str]]:
 
 
 class Writer:
-    """Makes texts from one seed. Two writers of the same seed write the same."""
+    """Generates texts from one seed; the same seed gives the same texts."""
 
     def __init__(self, seed: str) -> None:
         self._random = random.Random(seed)
@@ -36,7 +36,7 @@ class Writer:
         self.code = f"{self._random.randrange(16**6):06X}"
 
     def passages(self, name: str) -> Iterator[str]:
-        """Without end: all passages of a kind in random order, then again with other names and numbers."""
+        """Yields all passages of a kind in random order, then again with other names and numbers, without end."""
         known = list(_passages(name))
         while True:
             self._random.shuffle(known)
@@ -44,7 +44,7 @@ class Writer:
                 yield passage.substitute(self._slots())
 
     def pieces(self, name: str, count: int, between: str = " ", start: str = "") -> list[str]:
-        """``count`` words of passages, each with the white space before it, so that joining them gives the text."""
+        """Returns ``count`` words of passages, each with the white space before it: joined they are the text."""
         found = _PIECE.findall(start)
         for passage in self.passages(name):
             if len(found) >= count:
@@ -66,7 +66,7 @@ class Writer:
 
 
 def opening(kind: str, writer: Writer) -> str:
-    """The first line of a system prompt: it differs from the first word on between two writers."""
+    """Returns the first line of a system prompt; two writers differ from its first word on."""
     if kind == "snippets":
         return f"{writer.code.lower()} is the commit of the repository {writer.company}. Go on at the cursor.\n\n"
     return f"{writer.code} is the edition of this handbook of {writer.company}.\n\n"

@@ -1,4 +1,4 @@
-"""Prompts from a log: the airline conversations, or the user's own JSONL of request bodies or records."""
+"""Reads requests from a log: the airline conversations, or the user's JSONL of request bodies or records."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ _TIME_KEYS = ("time", "timestamp", "arrival", "created")
 
 
 def read_log(path: str, out: int | None, timing: bool) -> list[Session]:
-    """One session a line, in the log's order (with ``timing`` in that of the arrivals).
+    """Returns one session per line, in the order of the log, or with ``timing`` in the order of arrival.
 
-    The answer's length is ``out``, else what the record says, else the body's own limit. Raises ConfigError with the
-    line's number for a line without a body.
+    The answer's length is ``out``, else the recorded one, else the body's own limit. Raises ConfigError with the line's
+    number for a line without a body.
     """
     found = []
     for number, line in _lines(path):
@@ -33,7 +33,7 @@ def read_log(path: str, out: int | None, timing: bool) -> list[Session]:
         planned = PlannedRequest(body, length, fixed=length is not None)
         found.append((_arrival(line, where) if timing else 0.0, planned))
     if not found:
-        raise ConfigError(f"{path} holds no request")
+        raise ConfigError(f"{path} has no request")
     found.sort(key=lambda entry: entry[0])
     start = found[0][0]
     return [Session((planned,), burst=index, at=at - start) for index, (at, planned) in enumerate(found)]
@@ -49,7 +49,7 @@ def _lines(path: str) -> Iterator[tuple[int, dict[str, Any]]]:
     except OSError as error:
         raise ConfigError(f"cannot read the log {path}: {error.strerror}") from None
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}, line {number} is no JSON object: {error}") from None
+        raise ConfigError(f"{path}, line {number} is not a JSON object: {error}") from None
 
 
 def _body_of(line: dict[str, Any], where: str) -> dict[str, Any]:
@@ -58,11 +58,11 @@ def _body_of(line: dict[str, Any], where: str) -> dict[str, Any]:
             return candidate
     if "prompt_tokens" in line:
         raise ConfigError(f"{where} has lengths but no body: record again with --record-prompts")
-    raise ConfigError(f"{where} holds no request: it has neither messages nor prompt")
+    raise ConfigError(f"{where} has no request: neither messages nor prompt")
 
 
 def _arrival(line: dict[str, Any], where: str) -> float:
-    """Unix seconds of a number or an ISO time."""
+    """Returns Unix seconds from a number or an ISO time."""
     for key in _TIME_KEYS:
         value = line.get(key)
         if isinstance(value, int | float) and not isinstance(value, bool):
@@ -115,9 +115,9 @@ def _answer_length(message: dict[str, Any]) -> int:
 
 
 async def prepare(sessions: list[Session], server: Server, out: int | None) -> tuple[list[Session], int]:
-    """The sessions with their prompts counted, without the requests that are too long for the server's window.
+    """Tokenizes the prompts and drops requests that are too long for the server's window.
 
-    The second value is how many were left out. A session ends before its first request that does not fit.
+    Returns the sessions and the number of dropped requests. A session ends before its first request that does not fit.
     """
     kept: list[Session] = []
     skipped = 0

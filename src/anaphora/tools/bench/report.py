@@ -1,4 +1,4 @@
-"""What a run found, as a table, as JSON and for the page."""
+"""The report of a run: its figures as a table, as JSON and for the page."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ ROWS = (
 
 
 class Report:
-    """Collects the rounds; everything shown is computed from them."""
+    """Collects the rounds; all that is shown is computed from them."""
 
     def __init__(self, options: BenchOptions, seed: int) -> None:
         self.options = options
@@ -65,10 +65,10 @@ class Report:
         self.salted = True
         self.counted = True
         self.machine = machine()
-        self._said: list[str] = []
+        self._warnings: list[str] = []
 
     def learn(self, server: Server, side: str | None = None) -> None:
-        """Remember what a server is and can; called before each use, as it may be another process by then."""
+        """Notes a server's model and capabilities. Called before each use, since it may be another process by then."""
         self.model = server.model
         self.salted = self.salted and server.capabilities.salt
         self.counted = self.counted and server.capabilities.tokenize
@@ -78,38 +78,42 @@ class Report:
             self.servers[side] = {"url": server.url, "version": server.version, "model": server.model}
 
     def warn(self, text: str) -> None:
-        if text not in self._said:
-            self._said.append(text)
+        """Adds a warning once."""
+        if text not in self._warnings:
+            self._warnings.append(text)
 
     @property
     def load(self) -> Load:
+        """What hours and prices are computed for."""
         return Load(self.options.per_day, self.options.gpu_hour_price)
 
     @property
     def on_cpu(self) -> bool:
-        """Whether own servers were measured on a machine without a GPU. What stands behind a URL is not known."""
+        """Whether own servers ran on a machine without a GPU. The machine behind a URL is unknown."""
         return not self.options.remote and not self.machine["gpus"]
 
     @property
     def failed(self) -> int:
+        """Requests that failed, of all sides and of the sweep."""
         every = [seen for rounds in self.rounds.values() for seen in rounds]
         every += [seen for sides in self.sweep.values() for seen in sides.values()]
         return sum(len(seen.results) - len(seen.good) for seen in every)
 
     def figures(self, side: str) -> tuple[Figures, dict[str, tuple[float, float]], list[Figures]]:
-        """Medians, spread, and the figures of each round."""
+        """Returns the medians, the spread, and the figures of each round."""
         each = [figures_of(seen, self.load) for seen in self.rounds[side]]
         return *medians(each), each
 
     @property
     def cost_ratio(self) -> float | None:
-        """Hours for the same requests without the cache over those with it: 6.3 means 6.3 times cheaper."""
+        """Hours without the cache over hours with it for the same requests: 6.3 means 6.3 times cheaper."""
         off, on = (self.figures(side)[0].get("gpu_hours_per_100k") for side in ("off", "on"))
         return off / on if off is not None and on else None
 
     @property
     def warnings(self) -> list[str]:
-        found = [*self._said]
+        """All that limits how far the figures can be trusted."""
+        found = [*self._warnings]
         if not self.counted:
             found.append("the server has no /tokenize, so the prompt lengths are estimates")
         if self.skipped:
@@ -119,7 +123,7 @@ class Report:
         return found
 
     def notes(self) -> list[str]:
-        """What the figures mean here, for the foot of the table and for the page."""
+        """Returns what the figures mean in this run, for below the table and for the page."""
         found = [run_checks.CPU_NOTE] if self.on_cpu else []
         hours = [self.figures(side)[0].get("busy_hours_per_day") for side in ("off", "on") if self.rounds[side]]
         full = f"Hours at full load are those of {PER:,} requests at the measured rate, without a pause"
@@ -134,7 +138,7 @@ class Report:
         return [*found, day + "."]
 
     def sweep_rows(self) -> list[dict[str, Any]]:
-        """Prefill and first token at each concurrency, by side."""
+        """Returns prefill and time to first token at each concurrency, by side."""
         keys = ("prefill_p50_s", "prefill_mean_s", "ttft_p50_s", "requests_per_s")
         rows: list[dict[str, Any]] = []
         for concurrency, sides in self.sweep.items():
@@ -146,7 +150,7 @@ class Report:
         return rows
 
     def growth(self, key: str = "prefill_p50_s") -> dict[str, float | None]:
-        """By side: the figure at the last concurrency of the sweep over that at the first; 1 is flat."""
+        """Returns by side the figure at the sweep's last concurrency over that at its first; 1 is flat."""
         rows = self.sweep_rows()
         if len(rows) < 2:
             return {}
@@ -154,6 +158,7 @@ class Report:
         return {side: last / first if first and last is not None else None for side, (first, last) in ends.items()}
 
     def as_json(self) -> dict[str, Any]:
+        """Returns the report as written by --json."""
         options = self.options
         return {
             "workload": options.workload_name,
@@ -201,15 +206,16 @@ class Report:
 
     @property
     def closed(self) -> bool:
-        """Whether so many requests were in flight at once, whenever they ended (no arrival times)."""
+        """Whether a fixed number of requests was in flight (no arrival times)."""
         return self.options.rate is None and not self.options.timing
 
     @property
     def _day_is_full_load(self) -> bool:
-        """Whether a day's requests are as many as those that the hours at full load are for."""
+        """Whether the hours of a day equal those at full load."""
         return self.closed and self.options.per_day == PER
 
     def label(self, key: str, label: str) -> str:
+        """Returns the row's label; those of hours depend on the run."""
         hours = "machine hours" if self.on_cpu else "hours"
         if key == "gpu_hours_per_100k":
             return f"{hours} at full load" if self.closed else f"busy {hours} per 100,000"
@@ -218,7 +224,7 @@ class Report:
         return label
 
     def rows(self) -> list[tuple[str, str, str, str]]:
-        """Label, off, on and change of every figure that is known on one side at least."""
+        """Returns (label, off, on, change) for each row of the table."""
         (off, off_spread, _), (on, on_spread, _) = self.figures("off"), self.figures("on")
         found = []
         for key, label, unit in ROWS:
@@ -243,17 +249,18 @@ def _sizes(options: BenchOptions) -> dict[str, Any]:
 
 
 def number(value: float, unit: str) -> str:
-    return f"{_digits(value, unit, value)}{_sign(unit, value)}"
+    """Returns a figure with its unit."""
+    return f"{_digits(value, unit, value)}{_unit_sign(unit, value)}"
 
 
-def _sign(unit: str, middle: float) -> str:
+def _unit_sign(unit: str, middle: float) -> str:
     if unit == SECONDS:
         return " ms" if middle < 1 else " s"
     return {SHARE: "%", HOURS: " h"}.get(unit, "")
 
 
 def _digits(value: float, unit: str, middle: float) -> str:
-    """``value`` in the unit that fits ``middle``."""
+    """Returns ``value`` in the unit that fits ``middle``."""
     if unit == SHARE:
         return f"{value * 100:.1f}"
     if unit == SECONDS:
@@ -264,7 +271,7 @@ def _digits(value: float, unit: str, middle: float) -> str:
 
 
 def _cell(value: float | None, spread: tuple[float, float] | None, unit: str) -> str:
-    """A figure with its sign, and the smallest and largest where they differ from it."""
+    """Returns a figure with its unit, and the smallest and largest value if they differ."""
     if value is None:
         return "unknown"
     ends = [_digits(end, unit, value) for end in spread or (value, value)]
@@ -282,7 +289,7 @@ def _change(off: float | None, on: float | None, unit: str) -> str:
 
 
 def print_report(report: Report, console: Console) -> None:
-    """The table, the sweep, and what is to be known about them."""
+    """Prints the table, the sweep, the notes and the warnings."""
     options = report.options
     alone = options.url is not None
     first = next((seen for rounds in report.rounds.values() for seen in rounds), None)

@@ -1,4 +1,4 @@
-"""Whether a run can be believed: what the server cached that it should not have, and what it did not cache."""
+"""Checks whether a run can be trusted: unwanted hits, missing hits, wrong lengths, other traffic."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ CPU_NOTE = (
 
 
 def warnings_about(side: str, rounds: Sequence[Round], alone: bool) -> list[str]:
-    """What must be said about one side. ``alone``: there is one server only, which may cache as it likes."""
+    """Returns the warnings about one side. ``alone``: there is only one server, which may cache as it likes."""
     if not rounds:
         return []
     name = "the server" if alone else f"the {side} side"
@@ -51,8 +51,8 @@ def _unwanted_hits(name: str, rounds: Sequence[Round]) -> list[str]:
     rate = max(not_none([token_hit_rate(seen)[0] for seen in rounds]), default=0.0)
     if not cached and not rate:
         return []
-    told = f"{cached:,} prompt tokens" if cached else f"{rate:.1%} of the prompt tokens"
-    return [f"{name.upper()} CACHED: {told} came from a cache that should be off. The comparison is worth nothing"]
+    amount = f"{cached:,} prompt tokens" if cached else f"{rate:.1%} of the prompt tokens"
+    return [f"{name.upper()} CACHED: {amount} came from a cache that should be off. The comparison is worth nothing"]
 
 
 def _missing_hits(name: str, rounds: Sequence[Round]) -> list[str]:
@@ -65,7 +65,7 @@ def _missing_hits(name: str, rounds: Sequence[Round]) -> list[str]:
         )
     rates = not_none([token_hit_rate(seen)[0] for seen in rounds])
     if not rates:
-        return [f"{name} tells neither counters nor cached tokens, so its hit rate is unknown"]
+        return [f"{name} reports neither counters nor cached tokens, so its hit rate is unknown"]
     if max(rates) == 0:
         if possible == 0:
             longest = max((shared for tokens in prompts for shared in longest_shared_prefixes(tokens)), default=0)

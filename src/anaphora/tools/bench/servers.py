@@ -1,4 +1,4 @@
-"""The servers of a run by side: given by URL, or own ones that are started when their turn comes."""
+"""The servers of a run, one per side: given by URL, or started when they are first needed."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _WORDS = {"off": "without prefix caching", "on": "with prefix caching"}
 
 
 class Servers:
-    """``await get(side)`` gives a server that is ready and warmed up. On a GPU only one own server lives at a time."""
+    """Connects to or starts the server of each side. On a GPU only one own server runs at a time."""
 
     def __init__(self, options: BenchOptions, say: Say) -> None:
         self.options = options
@@ -25,15 +25,17 @@ class Servers:
 
     @property
     def sides(self) -> tuple[str, ...]:
-        """A single URL has one side only, ``on``: it is measured as it is."""
+        """Sides to measure. A single URL has only ``on``: it is measured as it is."""
         return ("on",) if self.options.url else ("off", "on")
 
     async def get(self, side: str) -> Server:
+        """Returns the server of a side, ready and warmed up."""
         if side not in self._ready:
             self._ready[side] = await (self._connect(side) if self.options.remote else self._start(side))
         return self._ready[side]
 
     async def close(self) -> None:
+        """Closes all connections and stops the own servers."""
         for server in self._ready.values():
             await server.close()
         for own in self.own.values():

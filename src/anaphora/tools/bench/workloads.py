@@ -1,7 +1,7 @@
-"""The made workloads: who asks what, in which order, sharing which beginning.
+"""Generated workloads: which requests are sent in which order, and which prefixes they share.
 
-Every round has beginnings of its own, so that nothing is cached from the round before, and both sides of a round get
-the same requests. Lengths are exact in the server's own tokens wherever it can count them.
+Every round has its own prefixes, so that nothing is cached from an earlier round, and both sides of a round get the
+same requests. Lengths are exact in the server's own tokens if it can count them.
 """
 
 from __future__ import annotations
@@ -26,10 +26,9 @@ DOCUMENT_PASSAGES = 3
 
 @dataclass(frozen=True, slots=True)
 class Session:
-    """Requests that follow one another: each is sent when the one before has been answered.
+    """Requests in sequence: each is sent when the one before has been answered.
 
-    Sessions of the same ``burst`` arrive together in an open loop. ``at`` is the log's own arrival, in seconds from
-    the first one.
+    Sessions of the same ``burst`` arrive together in an open loop. ``at`` is the arrival in seconds after the first.
     """
 
     requests: tuple[PlannedRequest, ...]
@@ -39,9 +38,11 @@ class Session:
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """A kind of traffic. ``fresh`` is the share of the requests that open a beginning nobody has sent before;
-    without it there are ``tenants`` beginnings. ``turns`` above 1 are turns of a conversation; with ``visits`` the
-    requests of one beginning come one after the other without being one.
+    """A kind of traffic, with lengths in tokens: ``shared`` prefix, ``own`` part of a prompt, ``out`` of an answer.
+
+    ``fresh`` is the share of requests that are the first with their prefix; if it is None there are ``tenants``
+    prefixes. ``turns`` is the range of turns of a conversation. With ``visits`` the requests of one prefix come one
+    after the other but are not a conversation.
     """
 
     shared: int
@@ -66,7 +67,7 @@ SHAPES = {
 
 
 def shape_of(options: BenchOptions) -> Shape:
-    """The workload's shape with the user's own sizes."""
+    """Returns the workload's shape with the sizes that the user gave."""
     shape = SHAPES.get(options.workload_name, SHAPES["customer-service"])
     sizes = {
         name: value for name in ("shared", "own", "out", "tenants") if (value := getattr(options, name)) is not None
@@ -79,7 +80,7 @@ def shape_of(options: BenchOptions) -> Shape:
 
 
 def deal(shape: Shape, requests: int, rng: random.Random) -> list[list[int]]:
-    """For each beginning the turns of its sessions: [[4, 2], [5, 1]] are two beginnings of six requests each."""
+    """Returns the turns of each session by prefix: [[4, 2], [5, 1]] are two prefixes of six requests each."""
     count = shape.tenants if shape.fresh is None else max(1, round(shape.fresh * requests))
     count = min(count, requests)
     shares = [requests // count + (index < requests % count) for index in range(count)]
@@ -98,7 +99,7 @@ def _cut(share: int, shape: Shape, rng: random.Random) -> list[int]:
 
 
 class SessionMaker:
-    """Makes the sessions of one round: ``seed`` (with the round in it) decides all texts."""
+    """Makes the sessions of one round. ``seed`` (which includes the round) determines all texts."""
 
     def __init__(self, server: Server, shape: Shape, seed: str) -> None:
         self.server = server
@@ -108,7 +109,7 @@ class SessionMaker:
         self._documents = self._make_documents() if shape.question == "retrieved" else []
 
     async def sessions(self, requests: int, progress: Callable[[int], None]) -> list[Session]:
-        """``progress`` is called with the number of requests that were made."""
+        """Returns sessions of ``requests`` requests; ``progress`` is called with each number of requests made."""
         dealt = deal(self.shape, requests, self._rng)
         made: list[Session] = []
         for beginning, turns in enumerate(dealt):
@@ -133,7 +134,7 @@ class SessionMaker:
         )
 
         async def shared(text: str) -> int:
-            """Tokens that two prompts with this system text have in common, whatever their users write."""
+            """Returns the tokens that two prompts with this system text share, whatever their users write."""
             ends = [[_message("system", text), _message("user", end)] for end in ("A", "zebra")]
             first, second = [await self.server.tokenize({"messages": messages}) for messages in ends]
             return common_prefix_length(first, second) if first and second else 8 + estimate(text)
@@ -145,7 +146,7 @@ class SessionMaker:
         return [await self._planned(system, wanted, f"{seed}/{turn}") for turn in range(count)]
 
     async def _chat(self, system: list[Message], turns: int, seed: str) -> list[PlannedRequest]:
-        """Each turn adds ``own`` tokens of question to ``out`` tokens of a scripted answer before it."""
+        """Each turn adds a scripted answer of ``out`` tokens and a question of ``own`` tokens."""
         planned: list[PlannedRequest] = []
         history = system
         for turn in range(turns):
@@ -180,7 +181,7 @@ class SessionMaker:
         return _message("assistant", await fit(pieces, self.shape.out, count))
 
     def _question(self, seed: str) -> tuple[list[str], str]:
-        """Words to choose from, and the sentence that always ends the message (where there is room for one)."""
+        """Returns words to choose from, and the sentence that ends the message (if there is room for one)."""
         writer = Writer(seed)
         room = self.shape.own * 2
         if self.shape.question == "snippets":

@@ -1,4 +1,4 @@
-"""``anaphora plan``: what prefix caching would save on a card that was measured, computed without one."""
+"""``anaphora plan``: estimates what prefix caching saves on a measured card, without needing the card."""
 
 from anaphora.tools.plan.command import run
 from anaphora.tools.plan.options import PlanOptions

@@ -1,4 +1,4 @@
-"""The stored measurements of a card, and what lies between them."""
+"""The stored measurements of a card, interpolated between the measured points."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from typing import Any
 from anaphora.errors import ConfigError
 
 PATH = Path(__file__).parent / "calibration.json"
-"""Written by ``benchmarks/h200.py --publish`` and by nothing else."""
+"""Written only by ``benchmarks/h200.py --publish``."""
 
 Point = tuple[float, float]
 
 
 def read(path: Path = PATH) -> dict[str, Any]:
-    """The published file. Raises ConfigError where there is none."""
+    """Returns the published file. Raises ConfigError if there is none."""
     try:
         found: dict[str, Any] = json.loads(path.read_text("utf-8"))
     except (OSError, ValueError) as error:
@@ -32,8 +32,10 @@ def read(path: Path = PATH) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Calibration:
-    """Of one card and model. ``prefill`` is (length, cached) → seconds a token; ``decode`` (batch, shared, own) →
-    seconds a step, of ``batch`` sequences of ``own`` tokens each, behind ``shared`` that all have in common.
+    """Measurements of one card and model.
+
+    ``prefill`` maps (computed tokens, cached tokens before them) to seconds per computed token. ``decode`` maps (batch,
+    shared, own) to seconds per step of ``batch`` sequences with ``own`` tokens each after ``shared`` common tokens.
     """
 
     block_size: int
@@ -45,7 +47,7 @@ class Calibration:
 
     @classmethod
     def of(cls, stored: dict[str, Any]) -> Calibration:
-        """From a result's ``calibration`` of one card."""
+        """Builds it from the ``calibration`` of one card in a stored result."""
         return cls(
             stored["block_size"],
             stored["blocks"],
@@ -57,16 +59,16 @@ class Calibration:
 
     @property
     def batches(self) -> list[int]:
-        """Sizes of a batch that were measured."""
+        """Batch sizes that were measured."""
         return sorted({batch for batch, _, _ in self.decode})
 
     def reaches(self, length: int, cached: int, own: int) -> bool:
-        """Whether prompts of ``length`` behind ``cached`` tokens, and steps with ``own`` tokens, lie between points."""
+        """Returns whether these prompts (in tokens) and steps with ``own`` tokens lie within the measured points."""
         lengths, starts = (max(values) for values in zip(*self.prefill, strict=True))
         return length <= lengths and cached <= starts and own <= max(own for _, _, own in self.decode)
 
     def prefill_s(self, length: int, cached: int) -> float:
-        """Seconds that computing ``length`` tokens behind ``cached`` takes of a busy GPU."""
+        """Returns the GPU seconds to compute ``length`` tokens after ``cached`` ones."""
         points = []
         for start in sorted({cached for _, cached in self.prefill}):
             of_length = sorted((n, each) for (n, c), each in self.prefill.items() if c == start)
@@ -74,10 +76,10 @@ class Calibration:
         return length * between(points, cached)
 
     def step_s(self, batch: int, shared: int, own: int) -> float:
-        """Seconds of a decode step: own tokens are read for each sequence, shared ones once."""
-        return self._apart_s(batch, own) + self._shared_s(batch, shared)
+        """Returns the seconds of a decode step, in which shared tokens are read once for all sequences."""
+        return self._own_s(batch, own) + self._shared_s(batch, shared)
 
-    def _apart_s(self, batch: int, own: int) -> float:
+    def _own_s(self, batch: int, own: int) -> float:
         levels = sorted({own for _, shared, own in self.decode if not shared})
         found, before = between(self._steps(levels[0]), batch), levels[0]
         rate = 0.0
@@ -92,19 +94,19 @@ class Calibration:
         return sorted((float(b), s) for (b, shared, o), s in self.decode.items() if not shared and o == own)
 
     def _token_s(self, batch: int, below: int, above: int) -> float:
-        """Seconds that one more token of one sequence costs a step, between two lengths that were measured."""
+        """Returns the seconds that each further token of a sequence adds to a step, between two measured lengths."""
         low, high = dict(self._steps(below)), dict(self._steps(above))
         points = [(b, max(high[b] - between(list(low.items()), b), 0) / (b * (above - below))) for b in sorted(high)]
         return between(points, min(max(batch, points[0][0]), points[-1][0]))
 
     def _shared_s(self, batch: int, shared: int) -> float:
-        """What a shared part adds to a step; with a single sequence it is a part like its own."""
+        """Returns the seconds that shared tokens add to a step; for a single sequence they count as its own."""
         own = min(own for _, shared, own in self.decode if shared) if self._shared_levels else 0
         points = [(0.0, 0.0)]
         for level in self._shared_levels:
             cells = sorted((b, s) for (b, shared, _), s in self.decode.items() if shared == level)
-            extra = [(1.0, self._apart_s(1, own + level) - self._apart_s(1, own))]
-            extra += [(float(b), max(s - self._apart_s(b, own), 0.0)) for b, s in cells if b > 1]
+            extra = [(1.0, self._own_s(1, own + level) - self._own_s(1, own))]
+            extra += [(float(b), max(s - self._own_s(b, own), 0.0)) for b, s in cells if b > 1]
             points.append((float(level), between(extra, batch)))
         return between(points, shared)
 
@@ -114,8 +116,10 @@ class Calibration:
 
 
 def between(points: Sequence[Point], at: float) -> float:
-    """On the straight lines through ascending points; below the first it is the first, above the last the line goes on
-    (and never falls below the last)."""
+    """Interpolates linearly between points with ascending x.
+
+    Below the first point the value is the first; above the last the last line continues, but never falls below it.
+    """
     places = [x for x, _ in points]
     if len(points) == 1 or at <= places[0]:
         return points[0][1]

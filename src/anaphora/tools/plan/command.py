@@ -1,4 +1,4 @@
-"""The command: reads the calibration, prints both sides."""
+"""``anaphora plan``: reads the calibration, prints the estimate without and with the cache."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MEASURED, COMPUTED, EXTRAPOLATED = "measured", "computed", "extrapolated"
 
 
 def run(options: PlanOptions) -> int:
-    """Returns the exit code; raises ConfigError where nothing can be computed."""
+    """Prints the estimate and returns the exit code. Raises ConfigError if nothing can be computed."""
     published = read()
     if options.card not in published["calibration"]:
         there = " and ".join(published["calibration"])
@@ -35,7 +35,7 @@ def run(options: PlanOptions) -> int:
 
 
 def figures(published: dict[str, Any], options: PlanOptions) -> dict[str, Any]:
-    """All that is printed. ``off`` and ``on`` have the figures and, as ``basis``, where each comes from."""
+    """Returns all that is printed. ``off`` and ``on`` hold the figures and, in ``basis``, where each comes from."""
     calibration = Calibration.of(published["calibration"][options.card])
     workload = Workload(options.shared, options.own, options.out)
     sides = {
@@ -53,14 +53,14 @@ def figures(published: dict[str, Any], options: PlanOptions) -> dict[str, Any]:
 
 
 def _side(published: dict[str, Any], options: PlanOptions, caching: bool, found: Estimate) -> dict[str, Any]:
-    """Where a row of the benchmark had this very workload, its figures stand for the computed ones."""
+    """Figures of one side; measured ones if a row of the benchmark had the same workload."""
     rate, hit_rate, sequences = found.requests_per_s, found.hit_rate, found.sequences
     asked = [options.card, options.shared, options.own, options.out, caching]
     rows = [row for row in published["measured"] if [row[name] for name in _SAME] == asked]
     if rows:
         best = max(rows, key=lambda row: row["requests_per_s"])
         rate, hit_rate = best["requests_per_s"], best["hit_rate"]
-        sequences = min(best["requests"], sequences)  # of those that were sent, what the blocks hold
+        sequences = min(best["requests"], sequences)  # the row sent no more requests than that
     rest = COMPUTED if rows or found.within else EXTRAPOLATED
     spent = cost(rate, options.per_day, options.peak_factor, options.gpu_hour_price)
     return {
@@ -115,5 +115,5 @@ def _lines(options: PlanOptions) -> list[tuple[str, str, Any]]:
 
 
 def _amount(value: float) -> str:
-    """Two digits behind the point, and of what is small two that are not 0."""
+    """Formats with two decimals, small amounts with two significant digits."""
     return f"{value:.2g}" if 0 < value < 0.1 else f"{value or 0:,.2f}"

@@ -1,4 +1,4 @@
-"""From a calibration and a workload to what one GPU does with it."""
+"""Estimates throughput and cost of a workload on one GPU from its calibration."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ SECONDS_A_DAY = 86_400
 
 @dataclass(frozen=True)
 class Workload:
-    """Tokens: shared by all prompts, of each prompt's own, of an answer."""
+    """Lengths in tokens: prefix shared by all prompts, own part of a prompt, answer."""
 
     shared: int
     own: int
@@ -23,9 +23,10 @@ class Workload:
 
 @dataclass(frozen=True)
 class Estimate:
-    """Of one busy GPU. ``sequences`` run at once; ``prefill_s`` and ``decode_s`` are its time a request.
+    """Estimate for one busy GPU.
 
-    ``within``: all lengths lie within those that were measured.
+    ``sequences`` run at once; ``prefill_s`` and ``decode_s`` are GPU seconds per request. ``within``: all lengths lie
+    within the measured ones.
     """
 
     hit_rate: float
@@ -36,12 +37,13 @@ class Estimate:
 
     @property
     def requests_per_s(self) -> float:
+        """Throughput at full load."""
         return 1 / (self.prefill_s + self.decode_s)
 
 
 @dataclass(frozen=True)
 class Cost:
-    """Hours and prices of a day's requests at full load, and how many GPUs the busiest time needs."""
+    """Hours and prices of a day's requests at full load, and the GPUs that the peak needs."""
 
     gpu_hours_a_day: float
     price_a_day: float | None
@@ -50,9 +52,9 @@ class Cost:
 
 
 def estimate(calibration: Calibration, workload: Workload, *, caching: bool, sequences: int | None = None) -> Estimate:
-    """With so many ``sequences`` at once, or as many as give the most requests a second.
+    """Returns the estimate with ``sequences`` at once, or with as many as give the most requests per second.
 
-    Raises ConfigError where not one request fits.
+    Raises ConfigError if not even one request fits.
     """
     prompt, total = workload.shared + workload.own, workload.shared + workload.own + workload.out
     limit = _fitting(calibration, workload, caching)
@@ -78,7 +80,7 @@ def estimate(calibration: Calibration, workload: Workload, *, caching: bool, seq
 
 
 def _fitting(calibration: Calibration, workload: Workload, caching: bool) -> int:
-    """How many sequences the blocks hold at the end of their answers."""
+    """Returns how many sequences the blocks hold at the end of their answers."""
     size = calibration.block_size
     shared = workload.shared // size if caching else 0
     own = math.ceil((workload.shared + workload.own + workload.out) / size) - shared
@@ -86,7 +88,7 @@ def _fitting(calibration: Calibration, workload: Workload, caching: bool) -> int
 
 
 def cost(requests_per_s: float, per_day: int, peak_factor: float, hour: float | None) -> Cost:
-    """Of ``per_day`` requests on GPUs that do ``requests_per_s`` each; ``hour`` is the price of one for an hour."""
+    """Returns the cost of ``per_day`` requests on GPUs of ``requests_per_s`` each, at ``hour`` per GPU hour."""
     hours = machine_hours(per_day, requests_per_s)
     price = rent(hours, hour)
     peak = math.ceil(per_day / SECONDS_A_DAY * peak_factor / requests_per_s)

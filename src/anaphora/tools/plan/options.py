@@ -1,4 +1,4 @@
-"""What plan is asked. A field is a flag, as in ``anaphora.config``."""
+"""The flags of ``anaphora plan``: one field each, as in ``anaphora.config``."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ _RANGES = (
 
 @dataclass(frozen=True)
 class PlanOptions:
-    shared: int = option(2300, "tokens at the beginning that all prompts share", parse=parse_count, metavar="TOKENS")
-    own: int = option(120, "tokens of a prompt of its own", parse=parse_count, metavar="TOKENS")
+    shared: int = option(2300, "tokens of the prefix that all prompts share", parse=parse_count, metavar="TOKENS")
+    own: int = option(120, "tokens of a prompt that are its own", parse=parse_count, metavar="TOKENS")
     out: int = option(200, "tokens of an answer", parse=parse_count, metavar="TOKENS")
-    per_day: int = option(100_000, "requests a day", parse=parse_count, metavar="N")
-    card: str = option("h200", "which GPU: h200, or 24g, which is the same held to 24 GiB", choices=("h200", "24g"))
-    gpu_hour_price: float | None = option(None, "price of one GPU for an hour", metavar="PRICE")
-    peak_factor: float = option(3.0, "how many times the mean rate the busiest time of the day has", metavar="F")
+    per_day: int = option(100_000, "requests per day", parse=parse_count, metavar="N")
+    card: str = option("h200", "GPU: h200, or 24g, the same GPU limited to 24 GiB", choices=("h200", "24g"))
+    gpu_hour_price: float | None = option(None, "price of one GPU per hour", metavar="PRICE")
+    peak_factor: float = option(3.0, "peak rate of the day as a multiple of its mean rate", metavar="F")
     json: str | None = option(None, "write the figures to this file", metavar="FILE")
 
     def __post_init__(self) -> None:

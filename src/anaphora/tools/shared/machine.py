@@ -1,4 +1,4 @@
-"""Where and with what a figure was measured."""
+"""Machine, package versions and commit, to store with a figure."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ PACKAGES = ("anaphora", "torch", "transformers", "httpx")
 
 
 def machine() -> dict[str, Any]:
-    """Processor, cores that may be used, memory and GPUs of this machine."""
+    """Returns processor, usable cores, memory and GPUs of this machine."""
     return {
         "cpu": _cpu_name(),
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
@@ -25,12 +25,14 @@ def machine() -> dict[str, Any]:
 
 
 def gpus() -> list[str]:
+    """Returns the names of the GPUs, from nvidia-smi."""
     if not shutil.which("nvidia-smi"):
         return []
     return _output(["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]).splitlines()
 
 
 def versions() -> dict[str, str]:
+    """Returns the versions of Python and PACKAGES, as far as they are installed."""
     found = {"python": platform.python_version()}
     for package in PACKAGES:
         try:
@@ -41,7 +43,7 @@ def versions() -> dict[str, str]:
 
 
 def commit() -> str | None:
-    """The commit of this program's checkout, with a mark where files were changed; None outside of one."""
+    """Returns the commit of this checkout, with "-dirty" if files were changed; None outside of a checkout."""
     here = str(Path(__file__).parent)
     found = _output(["git", "-C", here, "rev-parse", "HEAD"])
     return f"{found}-dirty" if found and _output(["git", "-C", here, "status", "--porcelain"]) else found or None
