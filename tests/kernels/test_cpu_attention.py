@@ -14,8 +14,9 @@ from anaphora.attention.base import KVLayout, LayerOptions, QueryRange, StepLayo
 from anaphora.attention.cpu import CpuAttention
 from anaphora.attention.cpu_plan import SEGMENT_TOKENS
 from anaphora.kernels.cpu import amx
-from anaphora.kernels.cpu.attention_generic import KEY_BLOCK, WRITE_ROWS
+from anaphora.kernels.cpu.attention_generic import KEY_BLOCK
 from anaphora.kernels.cpu.simd import LANES
+from anaphora.kernels.cpu.write_kv import WRITE_ROWS
 from tests.support.amx import on_and_off
 
 NEEDS_BF16 = pytest.mark.skipif(

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from anaphora.kernels.cpu import attention_generic, decoder_amx, gemm_amx
+from anaphora.kernels.cpu import attention_generic, decoder_amx, gemm_amx, write_kv
 from anaphora.model.fuse.packed_linear import AmxLinear, OneDnnLinear, linear, packs
 from tests.support.amx import NEEDS_AMX, on_and_off
 
@@ -98,5 +98,5 @@ def test_a_kernel_is_kept_under_the_hash_of_all_its_sources() -> None:
     found = hashlib.sha256()
     for path in sorted(Path(gemm_amx.__file__).parent.glob("*.py")):
         found.update(path.read_bytes())
-    for kernel in (attention_generic.attend, attention_generic.write_rows, decoder_amx.decode, gemm_amx.project):
+    for kernel in (attention_generic.attend, write_kv.write_rows, decoder_amx.decode, gemm_amx.linear):
         assert kernel._pyfunc.__qualname__.endswith(found.hexdigest()[:12])

@@ -21,7 +21,7 @@ from anaphora.errors import ModelError
 from anaphora.types.batch import BlockCopy
 
 try:
-    from anaphora.kernels.cpu import amx, attention_amx, attention_generic, launch, simd
+    from anaphora.kernels.cpu import amx, attention_amx, attention_generic, launch, simd, write_kv
 except ImportError as error:
     raise ModelError(
         f"attention on a CPU needs numba, which cannot be imported ({error}); "
@@ -49,23 +49,23 @@ class CpuAttention:
             launch.aligned_bytes(slots * x.width * dtype.itemsize).view(dtype).view(slots, x.width) for x in layouts
         ]
         fits = amx.AMX and dtype == torch.bfloat16 and block_size % attention_amx.PANEL == 0
-        self._tiled = [fits and not x.latent and x.key_size % 32 == x.value_size % 32 == 0 for x in layouts]
+        self._by_panels = [fits and not x.latent and x.key_size % 32 == x.value_size % 32 == 0 for x in layouts]
         self._addresses = [pool.data_ptr() for pool in self._pools]
         self._layout: StepLayout | None = None
-        self._complete = False  # whether every row of the batch is some sequence's
+        self._complete = False  # whether every row of the batch belongs to a sequence
         self._writer: KVWriter | None = None
         self._rows: dict[tuple[int | None, KVLayout, int], PlannedAttention] = {}
 
     @property
     def pools(self) -> list[Tensor]:
-        """One ``[token slots, width]`` a layer, or panels of 16 slots: see ``attention_amx.py``."""
+        """``[token slots, width]`` for each layer, or in panels of 16 slots: see ``attention_amx.py``."""
         return self._pools
 
     def copy_blocks(self, copies: Sequence[BlockCopy]) -> None:
         size = self._block_size
         for copy in copies:
             source, target = copy.source * size, copy.target * size
-            for pool, by_panels in zip(self._pools, self._tiled, strict=True):
+            for pool, by_panels in zip(self._pools, self._by_panels, strict=True):
                 filled = -(-copy.filled // attention_amx.PANEL) * attention_amx.PANEL if by_panels else copy.filled
                 pool[target : target + filled] = pool[source : source + filled]
 
@@ -78,19 +78,19 @@ class CpuAttention:
     def run(self, layer: int, query: Tensor, key: Tensor, value: Tensor | None, options: LayerOptions) -> Tensor:
         assert self._writer is not None
         layout, pool = self._layouts[layer], self._pools[layer]
-        self._writer.write(layout, pool, key, value, self._tiled[layer])
+        self._writer.write(layout, pool, key, value, self._by_panels[layer])
         make = query.new_empty if self._complete else query.new_zeros
         out = make(query.shape[1], query.shape[0], layout.value_size)
-        self._planned(layout, query.shape[0], options.window).attend(pool, query, options, out, self._tiled[layer])
+        self._planned(layout, query.shape[0], options.window).attend(pool, query, options, out, self._by_panels[layer])
         return out
 
     def records(
         self, layers: range, options: Sequence[LayerOptions], heads: int, query: int, out: int
     ) -> tuple[np.ndarray[Any, Any], int]:
-        """For a kernel that runs ``layers`` itself: an ``ATTEND`` record for each, and the rows' slots.
+        """For the fused decoder: an ``ATTEND`` record for each of ``layers``, and the address of the rows' slots.
 
         ``query`` and ``out`` are addresses of bfloat16 ``[T, heads, D]``; ``options`` are those of all layers, without
-        sinks. Both results are valid during the step; slots are the address of int64 ``[T]``.
+        sinks. Both results are valid during the step; slots are int64 ``[T]``.
         """
         assert self._layout is not None
         records = np.empty(len(layers), attention_generic.ATTEND)
@@ -101,13 +101,13 @@ class CpuAttention:
             records[places] = self._planned(layout, heads, window).record
             records["query_head"][places] = layout.key_size
             records["query_row"][places] = heads * layout.key_size
-        tiled = np.array(self._tiled[layers.start : layers.stop])
+        panels = np.array(self._by_panels[layers.start : layers.stop])
         otherwise = _tiles(self._pools[0].dtype == torch.bfloat16)
-        records["tiles"] = np.where(tiled, amx.SHAPES.ctypes.data, otherwise)
+        records["tiles"] = np.where(panels, amx.TILE_CONFIGS.ctypes.data, otherwise)
         records["query_kind"] = simd.BFLOAT16
         records["query"], records["out"], records["sinks"] = query, out, 0
         records["pool_kind"] = launch.DTYPES[self._pools[0].dtype]
-        records["tiled"] = tiled
+        records["panels"] = panels
         records["pool"] = self._addresses[layers.start : layers.stop]
         records["scale"] = [options[layer].scale for layer in layers]
         records["softcap"] = [options[layer].softcap or 0.0 for layer in layers]
@@ -128,14 +128,12 @@ class CpuAttention:
 
 
 class KVWriter:
-    """Writes new keys and values to their slots in the pool."""
+    """Writes a step's new keys and values to their slots in the pool."""
 
     def __init__(self, slots: Tensor) -> None:
         self._slots = slots
-        self._workers = launch.threads() if len(slots) > attention_generic.WRITE_ROWS else 1
-        self._call = launch.Call(
-            attention_generic.write_rows, attention_generic.WRITE, attention_generic.WRITE.names[3:], {}
-        )
+        self._workers = launch.threads() if len(slots) > write_kv.WRITE_ROWS else 1
+        self._call = launch.Call(write_kv.write_rows, write_kv.WRITE, write_kv.WRITE.names[3:], {})
 
     def write(self, layout: KVLayout, pool: Tensor, key: Tensor, value: Tensor | None, by_panels: bool) -> None:
         """``key`` and ``value`` ``[Hkv, T, D]`` to ``pool`` ``[S, W]``."""
@@ -154,7 +152,7 @@ class KVWriter:
 
 
 class PlannedAttention:
-    """A step's rows over their keys, for layers of one shape."""
+    """A step's attention for layers of one shape: the plan, the scratch, and the kernel's record."""
 
     def __init__(self, plan: Plan, layout: KVLayout, heads: int, block_size: int) -> None:
         self._plan = plan
@@ -163,11 +161,11 @@ class PlannedAttention:
         threads = launch.threads()
         self._workers = min(threads, len(plan.tasks) * layout.heads)
         columns = -(-plan.rows * (heads // layout.heads) // simd.LANES) * simd.LANES
-        areas = max(
+        scratch_layout = max(
             find(layout.key_size, layout.value_size, columns)[-1]
-            for find in (attention_generic.areas, attention_amx.tiled_areas)
+            for find in (attention_generic.scratch_layout, attention_amx.panel_scratch_layout)
         )
-        scratch = -(-areas // 64) * 64
+        scratch = -(-scratch_layout // 64) * 64
         shares = len(plan.shares) * heads
         needed = threads * scratch + 4 * shares * (layout.value_size + 1)
         self._buffer = torch.empty(needed + 64, dtype=torch.uint8)
@@ -195,17 +193,17 @@ class PlannedAttention:
 
     @property
     def record(self) -> np.ndarray[Any, Any]:
-        """What the kernel is told of the step, without what each layer brings."""
+        """The kernel's record of the step, without the fields of a layer."""
         return self._call.record
 
-    def attend(self, pool: Tensor, query: Tensor, options: LayerOptions, out: Tensor, as_tiles: bool) -> None:
-        """The plan's rows of ``query`` ``[H, T, D]`` to theirs of ``out`` ``[T, H, Dv]``, of the same dtype."""
+    def attend(self, pool: Tensor, query: Tensor, options: LayerOptions, out: Tensor, by_panels: bool) -> None:
+        """Attends with ``query`` ``[H, T, D]``; writes ``out`` ``[T, H, Dv]``, of the same dtype."""
         query = _dense(query)
         sinks = None if options.sinks is None else options.sinks.float().contiguous()
         self._call(
             self._workers,
-            amx.SHAPES.ctypes.data if as_tiles else _tiles(pool.dtype == query.dtype == torch.bfloat16),
-            int(as_tiles),
+            amx.TILE_CONFIGS.ctypes.data if by_panels else _tiles(pool.dtype == query.dtype == torch.bfloat16),
+            int(by_panels),
             pool.data_ptr(),
             launch.DTYPES[pool.dtype],
             query.data_ptr(),
@@ -223,9 +221,9 @@ def _tiles(bfloat16: bool) -> int:
     """The kernel's field ``tiles`` for a pool without panels: how this processor multiplies."""
     if not bfloat16:
         return 0
-    return int(amx.SHAPES.ctypes.data) if amx.AMX else attention_generic.VECTORS * amx.BF16_VECTORS
+    return int(amx.TILE_CONFIGS.ctypes.data) if amx.AMX else attention_generic.VECTORS * amx.BF16_VECTORS
 
 
 def _dense(x: Tensor) -> Tensor:
-    """With the elements of a head side by side."""
+    """Returns ``x``, or a copy in which the elements of a head are contiguous."""
     return x if x.stride(-1) == 1 else x.contiguous()

@@ -1,7 +1,7 @@
-"""What a step's rows attend to, as tasks for the compiled kernel: the plan of the CPU backend.
+"""Plans a step's attention on the CPU: tasks for the kernel ``attend``.
 
-A task is rows over a range of keys that they all read from one block table. Keys carry their positions already, so the
-order in which they are read means nothing, and a row's keys may be spread over several tasks::
+A task is some rows over a range of keys, read through one block table. A row's keys may be spread over several tasks,
+whose partial results are merged::
 
     row 0     ├──────── shared, two tasks ────────┤├─ shared by 0 and 1 ─┤├ own ┤
     row 1     ├──────── of three rows ────────────┤├─────────────────────┤├─ own, two tasks ─┤
@@ -20,17 +20,17 @@ from numpy.typing import NDArray
 from anaphora.attention.base import QueryRange, StepLayout
 
 SEGMENT_TOKENS = 512
-"""Keys of a task of decode rows; more are cut, so that several threads share the work."""
+"""Most keys of a task of decode rows; longer ranges are split over threads."""
 
 CHUNK_ROWS = 128
-"""Rows of a chunk that go over the keys together, at most."""
+"""Most rows of a task of a chunk."""
 
 Ints = NDArray[np.int32]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Plan:
-    """The arrays of the kernel ``attend``, as told there. ``rows`` is how many rows the largest task has."""
+    """The int32 arrays of ``attention_generic.ATTEND``. ``rows`` is the number of rows of the largest task."""
 
     tasks: Ints
     members: Ints
@@ -44,7 +44,7 @@ class Plan:
 
 
 def make_plan(layout: StepLayout, block_size: int, window: int | None, chunk_rows: int = CHUNK_ROWS) -> Plan:
-    """All tasks of a step, for layers with this window; chunks are cut into ``chunk_rows`` rows."""
+    """Returns all tasks of a step, for layers with this ``window``; a chunk has a task for ``chunk_rows`` rows."""
     return _Planner(layout, block_size, window).plan(chunk_rows)
 
 
@@ -62,12 +62,12 @@ class _Planner:
         self.tables: list[int] = []
         self.members: list[int] = []
         self.tasks: list[tuple[int, ...]] = []
-        self.shares: dict[int, list[int]] = {}  # of each row that has several tasks
+        self.shares: dict[int, list[int]] = {}  # partial results of each row with several tasks
         self.num_shares = 0
 
     def plan(self, chunk_rows: int) -> Plan:
         rows = {query.slot: query for query in self.layout.queries if query.length == 1 and not query.prompt}
-        shared = dict.fromkeys(rows, 0)  # keys of each row that groups cover
+        shared = dict.fromkeys(rows, 0)  # keys of each row that are covered by groups
         for group in self.layout.groups:
             members = [rows[slot] for slot in group.slots if slot in rows]
             self._group(members, group.first * self.block_size, group.last * self.block_size)
@@ -95,7 +95,7 @@ class _Planner:
         )
 
     def _table(self, query: QueryRange, end: int) -> int:
-        """Where the blocks of keys 0 to ``end - 1`` start in ``tables``."""
+        """Appends the blocks of keys 0 to ``end - 1``; returns their start in ``tables``."""
         start = len(self.tables)
         self.tables += query.blocks[: -(-end // self.block_size)]
         return start
@@ -122,7 +122,7 @@ class _Planner:
                 self._task(rows, table, first, min(first + SEGMENT_TOKENS, end), share=True)
 
     def _own(self, query: QueryRange, shared: int) -> None:
-        """What a row has alone, behind the keys that it shares."""
+        """A row's own keys, after those that it shares."""
         row, end = query.row, query.start + 1
         begin = max(int(self.lows[row]), shared)
         if begin < end:
@@ -132,7 +132,7 @@ class _Planner:
                 self._task([row], table, first, min(first + SEGMENT_TOKENS, end), share)
 
     def _chunk(self, query: QueryRange, chunk_rows: int) -> None:
-        """The last rows first: they have most to do."""
+        """Tasks of a chunk, the last rows first: they have the most keys."""
         last = query.row + query.length
         table = self._table(query, query.start + query.length)
         for first in reversed(range(query.row, last, chunk_rows)):

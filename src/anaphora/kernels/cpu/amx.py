@@ -1,4 +1,13 @@
-"""Products of matrices by the tile registers (AMX) of the processors that have them, or by vectors."""
+"""GEMMs of one block in registers: by AMX tiles, by AVX-512 BF16 vectors, or by float32 vectors.
+
+A tile is 16 rows of 64 bytes: 32 bfloat16 or 16 float32 elements. ``tdpbf16ps`` adds A · B to C; B holds pairs of K::
+
+    A  16 rows × 32 K          B  16 pairs of K × 16 columns           C  16 rows × 16 columns
+    row 0    k0 k1 … k31       k0 k1    of column 0, 1, … 15           row 0    float32 of column 0 … 15
+    row 1    k0 k1 … k31       k2 k3    of column 0, 1, … 15           row 1    …
+       ⋮                          ⋮                                        ⋮
+    row 15   k0 k1 … k31       k30 k31  of column 0, 1, … 15           row 15   …
+"""
 
 from __future__ import annotations
 
@@ -24,8 +33,8 @@ from anaphora.kernels.cpu.simd import (
     at,
     call,
     constant,
+    fma,
     load,
-    multiply_add,
     number,
     operation,
     splat,
@@ -34,14 +43,14 @@ from anaphora.kernels.cpu.simd import (
 )
 
 TILE_BYTES = 1024
-"""Of a tile: 16 rows of 64 bytes, so 32 bfloat16 numbers or 16 float32."""
+"""Bytes of a tile."""
 
-_ROWS = 8  # of the product of vectors, so that as many sums are under way
+_ROWS = 8  # rows at once in gemm_f32_vectors: independent sums hide the latency of an FMA
 _ARCH_REQ_XCOMP_PERM, _XFEATURE_TILEDATA, _SYS_ARCH_PRCTL = 0x1023, 18, 158
 
 
 def _permitted() -> bool:
-    """Ask Linux for the tile registers, which it gives to a process on request."""
+    """Requests AMX from Linux, which grants it per process; returns whether it did."""
     try:
         return int(ctypes.CDLL(None).syscall(_SYS_ARCH_PRCTL, _ARCH_REQ_XCOMP_PERM, _XFEATURE_TILEDATA)) == 0
     except (AttributeError, OSError):
@@ -66,21 +75,21 @@ PAIRS = INTS
 """What LLVM takes the operands of AVX-512 BF16 products for: 16 words of two bfloat16."""
 
 
-FEW = 5
-"""Registers from here on always have 16 rows; those before have as many as there are rows to multiply."""
+FIRST_B_TILE = 5
+"""Registers from here on always have 16 rows; those before have as many as there are rows to gemm_64x16."""
 
 
-def _shapes() -> Any:
+def _tile_configs() -> Any:
     shapes = np.zeros((LANES + 1, 64), np.uint8)
     shapes[:, 0] = 1  # the palette of eight tiles
     shapes[:, 16:32].view(np.uint16)[:] = 64
     shapes[:, 48:56] = LANES
-    shapes[:LANES, 48 : 48 + FEW] = np.arange(LANES)[:, None]
+    shapes[:LANES, 48 : 48 + FIRST_B_TILE] = np.arange(LANES)[:, None]
     return shapes
 
 
-SHAPES = _shapes()
-"""Eight tiles of rows of 64 bytes, for each number of rows from 0 to 16: so many in those that are no second factor."""
+TILE_CONFIGS = _tile_configs()
+"""Tile configurations for 0 to 16 rows of A, 64 bytes each; B-operand tiles always have 16 rows."""
 
 
 def _call(builder: Any, name: str, *args: Any) -> None:
@@ -102,32 +111,32 @@ def _pointer(builder: Any, address: Any, offset: Any) -> Any:
 
 
 @operation(ADDRESS, ADDRESS)
-def open_tiles(builder: Any, shapes: Any, before: Any) -> None:
-    """Shape the thread's tiles, all for 16 rows; what they were goes to 64 bytes at ``before``."""
+def load_tile_config(builder: Any, shapes: Any, before: Any) -> None:
+    """Configures the thread's tiles for 16 rows; saves the earlier configuration to 64 bytes at ``before``."""
     _call(builder, "sttilecfg", _pointer(builder, before, number(0)))
     _call(builder, "ldtilecfg", _pointer(builder, shapes, number(64 * LANES)))
 
 
 @operation(ADDRESS, NUMBER)
-def shape_tiles(builder: Any, shapes: Any, rows: Any) -> None:
-    """From here on products with fewer rows, in less time; ``multiply_square`` and ``multiply`` need all 16."""
+def set_tile_rows(builder: Any, shapes: Any, rows: Any) -> None:
+    """Configures the tiles for GEMMs of fewer rows, which take less time. Not for ``gemm_32x32`` and ``gemm_64x16``."""
     _call(builder, "ldtilecfg", _pointer(builder, shapes, builder.mul(rows, number(64))))
 
 
 @operation(ADDRESS)
-def close_tiles(builder: Any, before: Any) -> None:
-    """Others may count on the tiles having kept their shape."""
+def restore_tile_config(builder: Any, before: Any) -> None:
+    """Loads the configuration that was saved: other code in this thread (oneDNN) may rely on it."""
     _call(builder, "ldtilecfg", _pointer(builder, before, number(0)))
 
 
 @operation(ADDRESS, NUMBER, NUMBER, NUMBER, ADDRESS, ADDRESS, NUMBER)
-def multiply(builder: Any, a: Any, a_row: Any, a_tile: Any, a_step: Any, b: Any, c: Any, count: Any) -> None:
+def gemm_64x16(builder: Any, a: Any, a_row: Any, a_tile: Any, a_step: Any, b: Any, c: Any, count: Any) -> None:
     """C ``[64, 16]`` float32 = A ``[64, 32 · count]`` times B ``[32 · count, 16]``.
 
-    A is bfloat16, with the bytes from row to row of a tile, from tile to tile, and from 32 columns to the next.
-    B has its rows in pairs: a word holds two rows' numbers of one column. C and B have their tiles in a row.
+    ``a_row``, ``a_tile`` and ``a_step`` are the bytes of A between rows, between tiles of 16 rows, and between tiles of
+    32 columns. The tiles of B and those of C are contiguous.
 
-    A tile register waits for whoever used it last, so those of A are used in turn.
+    Loading a tile waits for the last instruction that read it, so tiles of A alternate between three registers.
     """
     row = number(64)
 
@@ -142,16 +151,15 @@ def multiply(builder: Any, a: Any, a_row: Any, a_tile: Any, a_step: Any, b: Any,
         _call(builder, "tilestored64", _tile(n), _pointer(builder, c, number(TILE_BYTES * n)), row)
 
 
-def _multiplier(groups: int, tiles: int, onto: bool = False) -> Any:
+def _gemm(groups: int, tiles: int, onto: bool = False) -> Any:
     rows, columns = ([4], [5, 6, 7]) if groups == 1 else ([4, 5], [6, 7])
 
     @operation(ADDRESS, NUMBER, ADDRESS, NUMBER, ADDRESS, NUMBER, NUMBER)
-    def multiply(builder: Any, a: Any, a_row: Any, b: Any, b_tile: Any, c: Any, c_row: Any, count: Any) -> None:
+    def gemm_64x16(builder: Any, a: Any, a_row: Any, b: Any, b_tile: Any, c: Any, c_row: Any, count: Any) -> None:
         """C ``[16 · groups, 16 · tiles]`` float32 = A ``[16 · groups, 32 · count]`` times B ``[…, 16 · tiles]``.
 
-        A and C with the bytes from row to row. B is ``count`` tiles in a row, whose words hold two rows' numbers of one
-        column, for each 16 columns, with the bytes from the first of one to the first of the next. ``onto`` what is
-        in C already.
+        ``a_row`` and ``c_row`` are bytes between rows; ``b_tile`` are the bytes of B between groups of 16 columns, each
+        of which is ``count`` contiguous tiles. With ``onto`` the product is added to C.
         """
 
         def sums(instruction: str) -> None:
@@ -176,20 +184,20 @@ def _multiplier(groups: int, tiles: int, onto: bool = False) -> Any:
                     _call(builder, "tdpbf16ps", _tile(group * tiles + n), _tile(other), _tile(register))
         sums("tilestored64")
 
-    return multiply
+    return gemm_64x16
 
 
-multiply_four, multiply_two, multiply_square = _multiplier(1, 4), _multiplier(1, 2), _multiplier(2, 2)
-"""Of 16 rows with 64 or 32 columns, and of 32 rows with 32 columns: as many as the registers can sum at once."""
+gemm_16x64, gemm_16x32, gemm_32x32 = _gemm(1, 4), _gemm(1, 2), _gemm(2, 2)
+"""C of 16 × 64, 16 × 32 and 32 × 32: up to four C tiles fit in the eight registers with A and B."""
 
-multiply_four_onto, multiply_two_onto = _multiplier(1, 4, onto=True), _multiplier(1, 2, onto=True)
+gemm_16x64_add, gemm_16x32_add = _gemm(1, 4, onto=True), _gemm(1, 2, onto=True)
 
 
 @operation(ADDRESS, NUMBER, ADDRESS, ADDRESS, ADDRESS, ADDRESS, ADDRESS, NUMBER, NUMBER)
-def multiply_keys(
+def gemm_16x64_scattered(
     builder: Any, a: Any, a_row: Any, b0: Any, b1: Any, b2: Any, b3: Any, c: Any, c_row: Any, count: Any
 ) -> None:
-    """``multiply_four`` of a B whose 16 columns each are at an address of their own."""
+    """``gemm_16x64`` with an address of its own for each 16 columns of B."""
     row = number(64)
 
     _zero(builder, 4)
@@ -197,17 +205,15 @@ def multiply_keys(
         _call(builder, "tileloadd64", _tile(4), _pointer(builder, a, builder.mul(i, row)), a_row)
         for n, b in enumerate((b0, b1, b2, b3)):
             place = builder.mul(i, number(TILE_BYTES))
-            _call(builder, "tileloadd64", _tile(FEW + n % 3), _pointer(builder, b, place), row)
-            _call(builder, "tdpbf16ps", _tile(n), _tile(4), _tile(FEW + n % 3))
+            _call(builder, "tileloadd64", _tile(FIRST_B_TILE + n % 3), _pointer(builder, b, place), row)
+            _call(builder, "tdpbf16ps", _tile(n), _tile(4), _tile(FIRST_B_TILE + n % 3))
     for n in range(4):
         _call(builder, "tilestored64", _tile(n), _pointer(builder, c, number(64 * n)), c_row)
 
 
 @operation(ADDRESS, NUMBER, NUMBER, NUMBER, ADDRESS, ADDRESS, NUMBER)
-def multiply_bf16_vectors(
-    builder: Any, a: Any, a_row: Any, a_tile: Any, a_step: Any, b: Any, c: Any, count: Any
-) -> None:
-    """``multiply`` by AVX-512 BF16: a pair of A's elements at a time, times 16 columns of B."""
+def gemm_64x16_vectors(builder: Any, a: Any, a_row: Any, a_tile: Any, a_step: Any, b: Any, c: Any, count: Any) -> None:
+    """``gemm_64x16`` by AVX-512 BF16: two elements of A at a time, times 16 columns of B."""
     if not PROCESSOR_HAS_AVX512_BF16:
         return
     with steps(builder, number(4), 1) as tile:
@@ -232,10 +238,10 @@ def multiply_bf16_vectors(
 
 
 @operation(ADDRESS, NUMBER, NUMBER, ADDRESS, ADDRESS, NUMBER, NUMBER)
-def multiply_vectors(builder: Any, a: Any, a_row: Any, a_column: Any, b: Any, c: Any, rows: Any, count: Any) -> None:
+def gemm_f32_vectors(builder: Any, a: Any, a_row: Any, a_column: Any, b: Any, c: Any, rows: Any, count: Any) -> None:
     """C ``[rows, 16]`` = A ``[rows, count]`` times B ``[count, 16]``, float32.
 
-    A with the numbers from row to row and from column to column; ``rows`` is a multiple of 8.
+    ``a_row`` and ``a_column`` are A's strides in elements; ``rows`` is a multiple of 8.
     """
     with steps(builder, rows, _ROWS) as first:
         places = [builder.mul(builder.add(first, number(n)), number(LANES)) for n in range(_ROWS)]
@@ -248,6 +254,6 @@ def multiply_vectors(builder: Any, a: Any, a_row: Any, a_column: Any, b: Any, c:
                 row = builder.mul(builder.add(first, number(n)), a_row)
                 place = builder.add(row, builder.mul(i, a_column))
                 x = splat(builder, builder.load(at(builder, a, place, FLOAT), align=4))
-                builder.store(multiply_add(builder, x, column, builder.load(chain)), chain)
+                builder.store(fma(builder, x, column, builder.load(chain)), chain)
         for place, chain in zip(places, sums, strict=True):
             store(builder, builder.load(chain), c, place)

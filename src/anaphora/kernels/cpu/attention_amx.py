@@ -1,7 +1,7 @@
-"""Attention over a pool that lies as the tile registers read it, for bfloat16 and blocks of whole panels.
+"""AMX attention over a pool in panels, for bfloat16 and block sizes that are multiples of 16.
 
-A panel is 16 tokens of the pool. It holds, head by head, their keys and then their values, each ready to be the second
-factor of a product: a word is a pair of what is summed over::
+A panel is 16 tokens of the pool. It holds their keys head by head, then their values, each as the B operand of an AMX
+GEMM: a word of 4 bytes is a pair along the summed dimension::
 
     keys of a head           token 0     1        15          values of a head        value 0     1       15
     elements 0, 1            ██ ██    ██ ██  …  ██ ██          tokens 0, 1            ██ ██    ██ ██  …  ██ ██
@@ -9,9 +9,9 @@ factor of a product: a word is a pair of what is summed over::
        ⋮                                                          ⋮         (8 rows, then values 16 to 31 …)
     elements D-2, D-1        ██ ██    ██ ██  …  ██ ██          tokens 14, 15          ██ ██    ██ ██  …  ██ ██
 
-So keys are read where they lie, and values are copied, two panels to a tile. Rows of scores and sums belong to a query
-each, 16 queries are a group. The running maximum of a row is replaced, and its sums are rescaled, only when a score is
-larger by so much that its weight could become too large; weights relative to an older maximum are as exact.
+Keys are used in place; values are copied, two panels to a tile. Each row of scores and sums is a query, 16 at a time.
+The running maximum of a row is updated, and its sums are rescaled, only when a score exceeds it by more than
+``SLACK``; weights relative to an older maximum are as exact.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ import numpy as np
 
 from anaphora.kernels.cpu.amx import (
     TILE_BYTES,
-    multiply_four,
-    multiply_four_onto,
-    multiply_keys,
-    multiply_two,
-    multiply_two_onto,
-    shape_tiles,
+    gemm_16x32,
+    gemm_16x32_add,
+    gemm_16x64,
+    gemm_16x64_add,
+    gemm_16x64_scattered,
+    set_tile_rows,
 )
 from anaphora.kernels.cpu.simd import (
     BFLOAT16,
@@ -48,16 +48,16 @@ from anaphora.kernels.cpu.simd import (
     scale,
     uint16,
 )
-from anaphora.kernels.cpu.softmax import cap, hide_lanes, largest_of, soften, total_of
+from anaphora.kernels.cpu.softmax import cap, mask_lanes, max_of, softmax_weights, sum_of
 
 PANEL = 16
 """Tokens of a panel."""
 
 KEY_BLOCK = 128
-"""Keys of which the scores are known at once; a multiple of 64."""
+"""Keys of a block, a multiple of 64."""
 
 SLACK = 8.0
-"""By how many powers of 2 a score may be above the maximum that weights are relative to."""
+"""Powers of 2 by which a score may exceed the maximum that weights are relative to."""
 
 _STRIDE = 64
 """Keys that products and sums go over at once. Blocks of keys begin and end at the same positions in every step, so
@@ -68,7 +68,7 @@ _TILE = KEY_BLOCK // 32 * TILE_BYTES  # from 16 values of all keys of a block to
 
 @inline
 def put_key(row, size, pool, slot, width, offset):  # type: ignore[no-untyped-def]
-    """One head's key, bfloat16 at ``row``, to its token slot; ``offset`` is the head's in a token, in elements."""
+    """Writes one head's key, bfloat16 at ``row``, to its token slot; ``offset`` is the head's, in elements."""
     lane = slot % PANEL
     target = pool + 2 * (slot - lane) * width + 2 * PANEL * offset + 4 * lane
     for word in range(size // 2):
@@ -84,10 +84,10 @@ def put_value(row, size, pool, slot, width, offset):  # type: ignore[no-untyped-
 
 
 @inline
-def tiled_areas(key_size, value_size, columns):  # type: ignore[no-untyped-def]
-    """Where in a thread's scratch is what: offsets in bytes, the last of them its size."""
-    panels = 64  # int64 [KEY_BLOCK / 16], behind the shape that the tiles had before
-    states = panels + 64  # float32 or int32 [columns, 4]: maximum, first key, key behind the last, row of the batch
+def panel_scratch_layout(key_size, value_size, columns):  # type: ignore[no-untyped-def]
+    """Byte offsets of the areas in a thread's scratch; the last is its size."""
+    panels = 64  # int64 [KEY_BLOCK / 16], after the saved tile configuration
+    states = panels + 64  # float32 or int32 [columns, 4]: maximum, first key, one past the last, row of the batch
     totals = states + 16 * columns  # float32 [columns, 16]
     queries = totals + 64 * columns  # bfloat16 [columns, key_size]
     sums = queries + 2 * key_size * columns  # float32 [columns, value_size]
@@ -106,7 +106,7 @@ def _panel(a, table, position):  # type: ignore[no-untyped-def]
 
 @inline
 def _prefetch(a, table, first, count, kv_head):  # type: ignore[no-untyped-def]
-    """Ask for keys and values of a head that will be read soon."""
+    """Prefetches keys and values of a head."""
     for position in range(first, first + count, PANEL):
         panel = _panel(a, table, position)
         prefetch_rows(panel + 32 * a.key_size * kv_head, 0, 1, 32 * a.key_size)
@@ -115,8 +115,8 @@ def _prefetch(a, table, first, count, kv_head):  # type: ignore[no-untyped-def]
 
 @inline
 def _queries(a, task, kv_head, columns, scratch):  # type: ignore[no-untyped-def]
-    """The queries of a task side by side, head by head, and what each starts with."""
-    _, state_area, total_area, query_area, _, _, _, _, _ = tiled_areas(a.key_size, a.value_size, columns)
+    """Loads the queries of a task as rows, head by head, and initializes their states."""
+    _, state_area, total_area, query_area, _, _, _, _, _ = panel_scratch_layout(a.key_size, a.value_size, columns)
     group, first, count = a.heads // a.kv_heads, int32(task, 0), int32(task, 1)
     for column in range(count * group):
         state = scratch + state_area + 16 * column
@@ -133,7 +133,7 @@ def _queries(a, task, kv_head, columns, scratch):  # type: ignore[no-untyped-def
 
 @inline
 def _gather(a, table, first, begin, end, rows, kv_head, panels, values):  # type: ignore[no-untyped-def]
-    """Where the panels of a block of keys are, and their values as tiles; zeros before ``begin`` and behind ``end``."""
+    """Finds the panels of a block of keys and copies their values to tiles; zeros outside of ``begin`` to ``end``."""
     for index in range(rows // PANEL):
         position = first + PANEL * index
         target = values + index // 2 * TILE_BYTES + index % 2 * (TILE_BYTES // 2)
@@ -155,21 +155,21 @@ def _gather(a, table, first, begin, end, rows, kv_head, panels, values):  # type
 
 @inline
 def _scores(a, start, rows, columns, which, scratch):  # type: ignore[no-untyped-def]
-    """Of the 16 queries from ``start`` on with a block of keys."""
-    panel_area, _, _, query_area, _, score_area, _, _, _ = tiled_areas(a.key_size, a.value_size, columns)
+    """Scores of the 16 queries from ``start`` on with a block of keys."""
+    panel_area, _, _, query_area, _, score_area, _, _, _ = panel_scratch_layout(a.key_size, a.value_size, columns)
     query, panels = scratch + query_area + 2 * a.key_size * start, scratch + panel_area
     scores = scratch + score_area + which * 64 * KEY_BLOCK
     for index in range(0, rows // PANEL, 4):
         first, second = int64(panels, index), int64(panels, index + 1)
         third, fourth = int64(panels, index + 2), int64(panels, index + 3)
         target, count = scores + 64 * index, a.key_size // 32
-        multiply_keys(query, 2 * a.key_size, first, second, third, fourth, target, 4 * KEY_BLOCK, count)
+        gemm_16x64_scattered(query, 2 * a.key_size, first, second, third, fourth, target, 4 * KEY_BLOCK, count)
 
 
 @inline
-def _soften(a, start, used, first, rows, masked, fresh, columns, which, scratch):  # type: ignore[no-untyped-def]
-    """From scores to weights, row by row."""
-    _, state_area, total_area, _, sum_area, score_area, weight_area, _, _ = tiled_areas(
+def _softmax_rows(a, start, used, first, rows, masked, fresh, columns, which, scratch):  # type: ignore[no-untyped-def]
+    """Softmax weights from scores, row by row."""
+    _, state_area, total_area, _, sum_area, score_area, weight_area, _, _ = panel_scratch_layout(
         a.key_size, a.value_size, columns
     )
     factor = np.float32(a.scale / math.log(2.0))
@@ -181,8 +181,8 @@ def _soften(a, start, used, first, rows, masked, fresh, columns, which, scratch)
         if a.softcap != 0.0:
             cap(scores, rows // LANES, np.float32(a.scale / a.softcap))
         if masked:
-            hide_lanes(scores, rows, int32(state, 1) - first, int32(state, 2) - first)
-        before, top = float32(state, 0), largest_of(scores, rows) * factor
+            mask_lanes(scores, rows, int32(state, 1) - first, int32(state, 2) - first)
+        before, top = float32(state, 0), max_of(scores, rows) * factor
         if fresh or top > before + np.float32(SLACK):
             top = max(before, top)
             put_float32(state, 0, top)
@@ -191,35 +191,35 @@ def _soften(a, start, used, first, rows, masked, fresh, columns, which, scratch)
                 scale(total, LANES, change)
                 scale(scratch + sum_area + 4 * a.value_size * (start + lane), a.value_size, change)
             before = top
-        soften(scores, rows, factor, before, total, scratch + weight_area + 2 * KEY_BLOCK * lane)
+        softmax_weights(scores, rows, factor, before, total, scratch + weight_area + 2 * KEY_BLOCK * lane)
 
 
 @inline
 def _sums(a, start, rows, fresh, columns, scratch):  # type: ignore[no-untyped-def]
-    """The weighted values of a block of keys, to the sums of 16 queries."""
-    _, _, _, _, sum_area, _, weight_area, value_area, _ = tiled_areas(a.key_size, a.value_size, columns)
+    """Adds the weighted values of a block of keys to the sums of 16 queries."""
+    _, _, _, _, sum_area, _, weight_area, value_area, _ = panel_scratch_layout(a.key_size, a.value_size, columns)
     weights, values, step = scratch + weight_area, scratch + value_area, 4 * a.value_size
     sums, count, column = scratch + sum_area + step * start, rows // 32, np.int64(0)
     while column + 64 <= a.value_size:
         place, kept = values + column // LANES * _TILE, sums + 4 * column
         if fresh:
-            multiply_four(weights, 2 * KEY_BLOCK, place, _TILE, kept, step, count)
+            gemm_16x64(weights, 2 * KEY_BLOCK, place, _TILE, kept, step, count)
         else:
-            multiply_four_onto(weights, 2 * KEY_BLOCK, place, _TILE, kept, step, count)
+            gemm_16x64_add(weights, 2 * KEY_BLOCK, place, _TILE, kept, step, count)
         column += 64
     if column < a.value_size:
         place, kept = values + column // LANES * _TILE, sums + 4 * column
         if fresh:
-            multiply_two(weights, 2 * KEY_BLOCK, place, _TILE, kept, step, count)
+            gemm_16x32(weights, 2 * KEY_BLOCK, place, _TILE, kept, step, count)
         else:
-            multiply_two_onto(weights, 2 * KEY_BLOCK, place, _TILE, kept, step, count)
+            gemm_16x32_add(weights, 2 * KEY_BLOCK, place, _TILE, kept, step, count)
 
 
 @inline
 def put_mean(a, sums, largest, total, row, head, share):  # type: ignore[no-untyped-def]
-    """From the sums of a row's head to means: to the output if there is nothing to merge them with, or to a share.
+    """Normalizes the sums of one head of a row, and writes them to the output (``share`` -1) or as a partial result.
 
-    ``largest`` is the power of 2 that the weights are relative to, ``total`` their sum; ``share`` is -1 or a place.
+    ``largest`` is the power of 2 that the weights are relative to, ``total`` their sum.
     """
     log = np.float32(largest * np.float32(math.log(2.0)))
     log = np.float32(log + math.log(total)) if total > 0 else np.float32(-np.inf)
@@ -237,32 +237,32 @@ def put_mean(a, sums, largest, total, row, head, share):  # type: ignore[no-unty
 
 @inline
 def _finish(a, task, kv_head, columns, scratch):  # type: ignore[no-untyped-def]
-    """What all queries of a task have found."""
-    _, state_area, total_area, _, sum_area, _, _, _, _ = tiled_areas(a.key_size, a.value_size, columns)
+    """Writes the results of all queries of a task."""
+    _, state_area, total_area, _, sum_area, _, _, _, _ = panel_scratch_layout(a.key_size, a.value_size, columns)
     group, count, base = a.heads // a.kv_heads, int32(task, 1), int32(task, 5)
     for column in range(count * group):
         state, head = scratch + state_area + 16 * column, kv_head * group + column // count
         mean = scratch + sum_area + 4 * a.value_size * column
-        total = total_of(scratch + total_area + 64 * column)
+        total = sum_of(scratch + total_area + 64 * column)
         share = base if base < 0 else base + column % count
         put_mean(a, mean, float32(state, 0), total, int32(state, 3), head, share)
 
 
 @inline
-def tiled_item(a, item, scratch):  # type: ignore[no-untyped-def]
-    """The rows of a task, all the heads of theirs that share a KV head, over its keys.
+def attend_panels(a, item, scratch):  # type: ignore[no-untyped-def]
+    """Attention of one item: a task's rows, for the query heads of one KV head, over its keys.
 
-    The scores of a group of queries are made while the weights of the one before are on their way to memory.
+    The scores of the next 16 queries are computed while the weights of the last are still being stored.
     """
     task, kv_head = a.tasks + 32 * (item // a.kv_heads), item % a.kv_heads
     used = int32(task, 1) * (a.heads // a.kv_heads)
     columns = (used + LANES - 1) // LANES * LANES
-    panel_area, _, _, _, _, _, _, value_area, _ = tiled_areas(a.key_size, a.value_size, columns)
+    panel_area, _, _, _, _, _, _, value_area, _ = panel_scratch_layout(a.key_size, a.value_size, columns)
     table, end = int32(task, 2), int32(task, 4)
     begin = int32(task, 3) // PANEL * PANEL
     all_from, all_to = max(int32(task, 6), int32(task, 3)), int32(task, 7)
     if used < LANES:
-        shape_tiles(a.tiles, used)
+        set_tile_rows(a.tiles, used)
     _prefetch(a, table, begin, min(KEY_BLOCK, end - begin), kv_head)
     _queries(a, task, kv_head, columns, scratch)
     first = begin // _STRIDE * _STRIDE
@@ -276,11 +276,11 @@ def tiled_item(a, item, scratch):  # type: ignore[no-untyped-def]
         _scores(a, 0, rows, columns, 0, scratch)
         for start in range(0, columns, LANES):
             which = start // LANES % 2
-            _soften(a, start, used, first, rows, masked, fresh, columns, which, scratch)
+            _softmax_rows(a, start, used, first, rows, masked, fresh, columns, which, scratch)
             if start + LANES < columns:
                 _scores(a, start + LANES, rows, columns, 1 - which, scratch)
             _sums(a, start, rows, fresh, columns, scratch)
         first, fresh = behind, False
     if used < LANES:
-        shape_tiles(a.tiles, LANES)
+        set_tile_rows(a.tiles, LANES)
     _finish(a, task, kv_head, columns, scratch)

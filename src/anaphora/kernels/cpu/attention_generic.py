@@ -1,11 +1,16 @@
-"""The compiled kernels of attention on the CPU: all of a step's queries over the blocks of the pool, and new tokens.
+"""Attention kernels for any CPU, dtype and block size, and for latents.
 
-An item of work is some rows of the batch, all the heads of theirs that share a KV head, over a range of keys: scores
-and sums have a column for each query, 16 columns to a matrix, and run down the keys in blocks. So a chunk of a prompt,
-rows that share a prefix and a row over its own keys are the same work. Items over parts of a row's keys are merged.
+A work item is a task (some rows of the batch over a range of keys) for the query heads of one KV head. A chunk of a
+prompt, rows that share a prefix, and a row over its own keys are all tasks; partial results are merged by log-sum-exp.
+Each query is a column of a matrix of 16, and keys are processed in blocks::
 
-A kernel is a C function that gets the address of one record. All threads call it at once; inside, they take items from
-a counter until none is left.
+    scores [keys of a block, 16 queries] = keys [keys, key_size] · queries [key_size, 16]
+    sums   [value_size, 16 queries]     += values_t [value_size, keys] · weights [keys, 16 queries]
+
+    pool   slot 0   key of head 0 │ key of head 1 │ … │ value of head 0 │ value of head 1 │ …
+           slot 1   …                                    (latents: one key, whose first elements are the value)
+
+A kernel is a C function of the address of one record. All threads call it; each takes items from a counter.
 """
 
 from __future__ import annotations
@@ -17,13 +22,13 @@ from numba import carray
 
 from anaphora.kernels.cpu.amx import (
     TILE_BYTES,
-    close_tiles,
-    multiply,
-    multiply_bf16_vectors,
-    multiply_vectors,
-    open_tiles,
+    gemm_64x16,
+    gemm_64x16_vectors,
+    gemm_f32_vectors,
+    load_tile_config,
+    restore_tile_config,
 )
-from anaphora.kernels.cpu.attention_amx import KEY_BLOCK, put_key, put_mean, put_value, tiled_item
+from anaphora.kernels.cpu.attention_amx import KEY_BLOCK, attend_panels, put_mean
 from anaphora.kernels.cpu.launch import fields
 from anaphora.kernels.cpu.simd import (
     BFLOAT16,
@@ -36,7 +41,6 @@ from anaphora.kernels.cpu.simd import (
     float32,
     inline,
     int32,
-    int64,
     kernel,
     prefetch_rows,
     put_float32,
@@ -45,32 +49,37 @@ from anaphora.kernels.cpu.simd import (
     put_zeros,
     scale,
 )
-from anaphora.kernels.cpu.softmax import cap, hide, rescale_add, softmax, softmax_pairs, transpose, transpose_pairs
+from anaphora.kernels.cpu.softmax import (
+    cap,
+    mask_columns,
+    rescale_add,
+    softmax,
+    softmax_pairs,
+    transpose,
+    transpose_pairs,
+)
 
-APART = 576
-"""Bytes between areas that are used together, lest addresses that are equal but for their page wait for each other."""
+ALIAS_PADDING = 576
+"""Padding against 4 KiB aliasing between areas that are used together."""
 
 VECTORS = 1
 """In place of the address of tile configurations: bfloat16 GEMMs by AVX-512 BF16."""
 
-WRITE_ROWS = 32
-"""New tokens that are written to the pool as one item of work."""
-
 TASK = ("first", "count", "table", "begin", "end", "base", "all_see_from", "all_see_to")
-"""Fields of a task: its rows in ``members``, the start of its block table, its keys, where its result goes (-1: it is
-all that its rows have, and goes to the output), and the keys that each of its rows sees."""
+"""Fields of a task: its rows (first and count in ``members``), the start of its block table, its range of keys, its
+first partial result (-1: it covers all keys of its rows and writes the output), and the keys that every row sees."""
 
 ATTEND = fields(
-    "left",  # int64 [merged rows]: the items that are left
+    "left",  # int64 [merged rows]: remaining items
     "tasks",  # int32 [tasks, 8]: see TASK
     "num_tasks",
     "members",  # int32: rows of the batch
-    "lows",  # int32 [rows of the batch]: the first key that a row sees,
-    "ends",  # and the one behind the last
-    "tables",  # int32: the block tables, one behind the other
+    "lows",  # int32 [rows of the batch]: first key that a row sees
+    "ends",  # int32 [rows of the batch]: one past the last
+    "tables",  # int32: block tables, concatenated
     "merged",  # int32 [rows of the batch]: which merged row it is
     "merges",  # int32 [merged rows, 3]: row of the batch, first share and end
-    "shares",  # int32: a place in outs and logs
+    "shares",  # int32: indices into outs and logs
     "block_size",
     "heads",
     "kv_heads",
@@ -83,9 +92,9 @@ ATTEND = fields(
     "scratch",
     "scratch_bytes",  # of one thread
     "columns",  # of a task, at most; a multiple of 16
-    # What each layer brings:
+    # Set for each layer:
     "tiles",  # address of the tile configurations: bfloat16 GEMMs by AMX; VECTORS: by AVX-512 BF16; 0: in float32
-    "tiled",  # whether the pool lies as ``tiled`` tells
+    "panels",  # whether the pool is in panels: see attention_amx.py
     "pool",
     "pool_kind",
     "query",
@@ -95,25 +104,6 @@ ATTEND = fields(
     "out",  # [rows of the batch, heads, value_size], of the query's kind
     "sinks",  # float32 [heads], or 0
     real=["scale", "softcap"],
-)
-
-WRITE = fields(
-    "num_rows",
-    "slots",  # int64 [rows]
-    "tiled",  # whether the pool lies as ``tiled`` tells; ``kind`` is the pool's then
-    "pool",
-    "pool_kind",
-    "width",
-    "kind",  # of key and value
-    "heads",
-    "key",
-    "key_size",
-    "key_head",  # strides in elements
-    "key_row",
-    "value",
-    "value_size",  # 0: there is none
-    "value_head",
-    "value_row",
 )
 
 
@@ -128,19 +118,19 @@ def padded_value(size):  # type: ignore[no-untyped-def]
 
 
 @inline
-def areas(key_size, value_size, columns):  # type: ignore[no-untyped-def]
-    """Where in a thread's scratch is what: offsets in bytes, the last of them its size. See ``_task``."""
+def scratch_layout(key_size, value_size, columns):  # type: ignore[no-untyped-def]
+    """Byte offsets of the areas in a thread's scratch; the last is its size. See ``_attend_rows``."""
     key, value = 4 * padded_key(key_size), 4 * padded_value(value_size)
-    keys = 64  # behind the shape that the tiles had before
-    values = keys + KEY_BLOCK * key + APART
-    turned = values + KEY_BLOCK * value + APART  # values, columns as rows
-    scores = turned + KEY_BLOCK * value // 2 + APART
-    weights = scores + 4 * KEY_BLOCK * LANES + APART
-    rows = weights + 4 * KEY_BLOCK * LANES + APART  # 16 queries or sums of values, to be made columns or made from them
+    keys = 64  # after the saved tile configuration
+    values = keys + KEY_BLOCK * key + ALIAS_PADDING
+    values_t = values + KEY_BLOCK * value + ALIAS_PADDING  # values, transposed
+    scores = values_t + KEY_BLOCK * value // 2 + ALIAS_PADDING
+    weights = scores + 4 * KEY_BLOCK * LANES + ALIAS_PADDING
+    rows = weights + 4 * KEY_BLOCK * LANES + ALIAS_PADDING  # 16 queries or sums, before or after a transpose
     queries = rows + LANES * max(key, value)
     sums = queries + columns * key  # of values
     states = sums + columns * value  # six numbers of a column: largest, total, rescale, low, end, row
-    return keys, values, turned, scores, weights, rows, queries, sums, states, states + 24 * columns
+    return keys, values, values_t, scores, weights, rows, queries, sums, states, states + 24 * columns
 
 
 # --- One item ---------------------------------------------------------------------------------------------------------
@@ -148,7 +138,7 @@ def areas(key_size, value_size, columns):  # type: ignore[no-untyped-def]
 
 @inline
 def _run(a, table, position, end):  # type: ignore[no-untyped-def]
-    """Where the token at ``position`` starts in the pool, in bytes; how many up to ``end`` follow it there."""
+    """Returns the address of the token at ``position``, and how many tokens up to ``end`` are contiguous there."""
     index = position // a.block_size
     within = position - index * a.block_size
     slot = int32(a.tables, table + index) * a.block_size + within
@@ -157,7 +147,7 @@ def _run(a, table, position, end):  # type: ignore[no-untyped-def]
 
 @inline
 def _prefetch(a, table, first, count, kv_head):  # type: ignore[no-untyped-def]
-    """Ask for keys and values of a head that will be read soon."""
+    """Prefetches keys and values of a head."""
     number_bytes = 2 if a.pool_kind == BFLOAT16 else 4
     key, value = kv_head * a.key_size * number_bytes, (a.value_offset + kv_head * a.value_size) * number_bytes
     position = first
@@ -170,7 +160,7 @@ def _prefetch(a, table, first, count, kv_head):  # type: ignore[no-untyped-def]
 
 @inline
 def _gather(a, kind, table, first, count, rows, kv_head, keys, values):  # type: ignore[no-untyped-def]
-    """Bring ``count`` keys and values of a head side by side, and zeros to what is left of ``rows`` and of a row."""
+    """Gathers ``count`` keys and values of a head into contiguous rows, padded with zeros to ``rows``."""
     key_size, value_size = padded_key(a.key_size), padded_value(a.value_size)
     number_bytes, bytes_here = 2 if a.pool_kind == BFLOAT16 else 4, 2 if kind == BFLOAT16 else 4
     key, value = kv_head * a.key_size * number_bytes, (a.value_offset + kv_head * a.value_size) * number_bytes
@@ -193,8 +183,8 @@ def _gather(a, kind, table, first, count, rows, kv_head, keys, values):  # type:
 
 @inline
 def _columns(a, kind, task, kv_head, columns, scratch):  # type: ignore[no-untyped-def]
-    """The queries of a task as columns, head by head, and what each column starts with."""
-    _, _, _, _, _, row_area, query_area, _, state_area, _ = areas(a.key_size, a.value_size, a.columns)
+    """Loads the queries of a task as columns, head by head, and initializes their states."""
+    _, _, _, _, _, row_area, query_area, _, state_area, _ = scratch_layout(a.key_size, a.value_size, a.columns)
     rows, queries = scratch + row_area, scratch + query_area
     size, group = padded_key(a.key_size), a.heads // a.kv_heads
     words = size // 2 if kind == BFLOAT16 else size
@@ -224,11 +214,11 @@ def _columns(a, kind, task, kv_head, columns, scratch):  # type: ignore[no-untyp
 
 @inline
 def _block(a, kind, start, first, rows, masked, fresh, scratch):  # type: ignore[no-untyped-def]
-    """16 columns from ``start`` on over a block of keys: ``rows`` of them, a multiple of 64, from ``first`` on."""
-    key_area, value_area, turned_area, score_area, weight_area, _, query_area, sum_area, state_area, _ = areas(
-        a.key_size, a.value_size, a.columns
+    """Attention of 16 columns from ``start`` on over ``rows`` keys (a multiple of 64) from ``first`` on."""
+    key_area, value_area, values_t_area, score_area, weight_area, _, query_area, sum_area, state_area, _ = (
+        scratch_layout(a.key_size, a.value_size, a.columns)
     )
-    keys, values, turned = scratch + key_area, scratch + value_area, scratch + turned_area
+    keys, values, values_t = scratch + key_area, scratch + value_area, scratch + values_t_area
     scores, weights = scratch + score_area, scratch + weight_area
     key_size, value_size = padded_key(a.key_size), padded_value(a.value_size)
     sums, state = scratch + sum_area + 4 * start * value_size, scratch + state_area + 24 * start
@@ -238,42 +228,42 @@ def _block(a, kind, start, first, rows, masked, fresh, scratch):  # type: ignore
             at = keys + 2 * row * key_size
             target = scores + 4 * LANES * row
             if a.tiles == VECTORS:
-                multiply_bf16_vectors(at, 2 * key_size, 32 * key_size, 64, queries, target, key_size // 32)
+                gemm_64x16_vectors(at, 2 * key_size, 32 * key_size, 64, queries, target, key_size // 32)
             else:
-                multiply(at, 2 * key_size, 32 * key_size, 64, queries, target, key_size // 32)
+                gemm_64x16(at, 2 * key_size, 32 * key_size, 64, queries, target, key_size // 32)
     else:
         queries = scratch + query_area + 4 * start * key_size
-        multiply_vectors(keys, key_size, 1, queries, scores, rows, a.key_size)
+        gemm_f32_vectors(keys, key_size, 1, queries, scores, rows, a.key_size)
     factor = a.scale
     if a.softcap != 0.0:
         cap(scores, rows, np.float32(a.scale / a.softcap))
         factor = a.softcap
     if masked:
-        hide(scores, rows, first, state + 3 * 4 * LANES, state + 4 * 4 * LANES)
+        mask_columns(scores, rows, first, state + 3 * 4 * LANES, state + 4 * 4 * LANES)
     total, rescale = state + 4 * LANES, state + 2 * 4 * LANES
     if kind == BFLOAT16:
         softmax_pairs(scores, rows, np.float32(factor / math.log(2.0)), state, total, rescale, weights)
     else:
         softmax(scores, rows, np.float32(factor / math.log(2.0)), state, total, rescale, weights)
-    # Through the scores' area: a tile that is loaded from what vectors have just stored would wait for it.
+    # Via the scores' area: a tile load from bytes that vectors have just stored would stall (no store forwarding).
     tile = KEY_BLOCK // 32 * TILE_BYTES
     for column in range(0, value_size, 64):
         target = sums + 4 * LANES * column
         found = target if fresh else scores
         if a.tiles == VECTORS:
-            multiply_bf16_vectors(turned + column // 16 * tile, 64, tile, TILE_BYTES, weights, found, rows // 32)
+            gemm_64x16_vectors(values_t + column // 16 * tile, 64, tile, TILE_BYTES, weights, found, rows // 32)
         elif kind == BFLOAT16:
-            multiply(turned + column // 16 * tile, 64, tile, TILE_BYTES, weights, found, rows // 32)
+            gemm_64x16(values_t + column // 16 * tile, 64, tile, TILE_BYTES, weights, found, rows // 32)
         else:
-            multiply_vectors(values + 4 * column, 1, value_size, weights, found, 64, rows)
+            gemm_f32_vectors(values + 4 * column, 1, value_size, weights, found, 64, rows)
         if not fresh:
             rescale_add(target, found, 64, rescale)
 
 
 @inline
 def _finish(a, task, kv_head, columns, scratch):  # type: ignore[no-untyped-def]
-    """What all columns of a task have found."""
-    _, _, _, _, _, row_area, _, sum_area, state_area, _ = areas(a.key_size, a.value_size, a.columns)
+    """Writes the results of all columns of a task."""
+    _, _, _, _, _, row_area, _, sum_area, state_area, _ = scratch_layout(a.key_size, a.value_size, a.columns)
     rows, size, group = scratch + row_area, padded_value(a.value_size), a.heads // a.kv_heads
     count, base = int32(task, 1), int32(task, 5)
     used = count * group
@@ -292,10 +282,10 @@ def _finish(a, task, kv_head, columns, scratch):  # type: ignore[no-untyped-def]
 
 
 @inline
-def _task(a, task, kv_head, scratch):  # type: ignore[no-untyped-def]
+def _attend_rows(a, task, kv_head, scratch):  # type: ignore[no-untyped-def]
     kind = BFLOAT16 if a.tiles else FLOAT32
-    key_area, value_area, turned_area, _, _, _, _, _, _, _ = areas(a.key_size, a.value_size, a.columns)
-    keys, values, turned = scratch + key_area, scratch + value_area, scratch + turned_area
+    key_area, value_area, values_t_area, _, _, _, _, _, _, _ = scratch_layout(a.key_size, a.value_size, a.columns)
+    keys, values, values_t = scratch + key_area, scratch + value_area, scratch + values_t_area
     table, begin, end = int32(task, 2), int32(task, 3), int32(task, 4)
     all_from, all_to = int32(task, 6), int32(task, 7)
     columns = (int32(task, 1) * (a.heads // a.kv_heads) + LANES - 1) // LANES * LANES
@@ -310,7 +300,7 @@ def _task(a, task, kv_head, scratch):  # type: ignore[no-untyped-def]
         if kind == BFLOAT16:
             for column in range(0, value_size, LANES):
                 for row in range(0, rows, 32):
-                    target = turned + (column // LANES * (KEY_BLOCK // 32) + row // 32) * TILE_BYTES
+                    target = values_t + (column // LANES * (KEY_BLOCK // 32) + row // 32) * TILE_BYTES
                     transpose_pairs(values + 2 * (row * value_size + column), value_size, target)
         masked = first < all_from or first + rows > all_to
         for start in range(0, columns, LANES):
@@ -323,7 +313,7 @@ def _task(a, task, kv_head, scratch):  # type: ignore[no-untyped-def]
 
 @inline
 def _merge(a, merge, total):  # type: ignore[no-untyped-def]
-    """One softmax over a row's shares and the sink, for all heads, to the output; ``total`` is scratch."""
+    """Merges a row's partial results and the sink by log-sum-exp, for all heads; ``total`` is scratch."""
     row, first, last = int32(a.merges, 3 * merge), int32(a.merges, 3 * merge + 1), int32(a.merges, 3 * merge + 2)
     for head in range(a.heads):
         largest = float32(a.sinks, head) if a.sinks else np.float32(-np.inf)
@@ -346,12 +336,12 @@ def _merge(a, merge, total):  # type: ignore[no-untyped-def]
 
 @inline
 def attend_item(a, item, scratch):  # type: ignore[no-untyped-def]
-    """Task by task, head by head; who ends the last share of a row merges the row."""
+    """Runs one item; the thread that finishes a row's last partial result merges the row."""
     task = a.tasks + 32 * (item // a.kv_heads)
-    if a.tiled:
-        tiled_item(a, item, scratch)
+    if a.panels:
+        attend_panels(a, item, scratch)
     else:
-        _task(a, task, item % a.kv_heads, scratch)
+        _attend_rows(a, task, item % a.kv_heads, scratch)
     if int32(task, 5) >= 0:
         for member in range(int32(task, 1)):
             merge = int32(a.merged, int32(a.members, int32(task, 0) + member))
@@ -363,42 +353,15 @@ def attend_item(a, item, scratch):  # type: ignore[no-untyped-def]
 
 @kernel(ATTEND)
 def attend(pointer):  # type: ignore[no-untyped-def]
-    """All items of all tasks, in order."""
+    """Attention of a layer."""
     a = carray(pointer, 1)[0]
     scratch = a.scratch + a.scratch_bytes * atomic_add(a.counters, 1, 1)
     if a.tiles > VECTORS:
-        open_tiles(a.tiles, scratch)
+        load_tile_config(a.tiles, scratch)
     while True:
         item = atomic_add(a.counters, 0, 1)
         if item >= a.num_tasks * a.kv_heads:
             break
         attend_item(a, item, scratch)
     if a.tiles > VECTORS:
-        close_tiles(scratch)
-
-
-@kernel(WRITE)
-def write_rows(pointer):  # type: ignore[no-untyped-def]
-    """New keys and values to their slots in the pool."""
-    a = carray(pointer, 1)[0]
-    while True:
-        first = atomic_add(a.counters, 0, 1) * WRITE_ROWS
-        if first >= a.num_rows:
-            break
-        for row in range(first, min(first + WRITE_ROWS, a.num_rows)):
-            slot = int64(a.slots, row)
-            for head in range(a.heads):
-                at = head * a.key_head + row * a.key_row
-                offset = head * a.key_size
-                if a.tiled:
-                    put_key(a.key + 2 * at, a.key_size, a.pool, slot, a.width, offset)
-                else:
-                    convert(a.key, at, a.kind, a.pool, slot * a.width + offset, a.pool_kind, a.key_size)
-            if a.value_size:
-                for head in range(a.heads):
-                    at = head * a.value_head + row * a.value_row
-                    offset = a.heads * a.key_size + head * a.value_size
-                    if a.tiled:
-                        put_value(a.value + 2 * at, a.value_size, a.pool, slot, a.width, offset)
-                    else:
-                        convert(a.value, at, a.kind, a.pool, slot * a.width + offset, a.pool_kind, a.value_size)
+        restore_tile_config(scratch)

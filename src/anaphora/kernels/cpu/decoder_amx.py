@@ -1,13 +1,17 @@
-"""The compiled kernel of a decoder: all layers of a step in one call, on processors with tile registers.
+"""The AMX kernel of the fused decoder: all layers of a step in one call.
 
-A layer is seven phases of items. Each thread takes items until a phase has none left, waits until those of the others
-are done too, and goes on::
+A layer is seven phases of work items. Threads take items until a phase has none left, wait for each other, and go on::
 
     norm → query, key, value (+ norm, rotation, to the pool) → attention → output, added
-         → norm → gate and value, gated → down, added
+         → norm → gate and value, gate_up → down, added
 
-A thread that the system stops between two items holds nobody up. Rows are bfloat16, side by side; a row's results do
-not depend on the rows beside it.
+A thread that is descheduled between two items delays nobody. Buffers are contiguous bfloat16, a row a token; a row's
+result does not depend on the other rows::
+
+    hidden, normed       [rows, hidden_size]
+    query, attended      [rows, heads · head_size]          head 0 │ head 1 │ …
+    qkv (weight)         query heads │ key heads │ value heads, each head_size outputs
+    gate_up (weight)     16 gates │ their 16 ups │ 16 gates │ …
 """
 
 from __future__ import annotations
@@ -15,11 +19,11 @@ from __future__ import annotations
 import numpy as np
 from numba import carray
 
-from anaphora.kernels.cpu.amx import close_tiles, open_tiles
+from anaphora.kernels.cpu.amx import load_tile_config, restore_tile_config
 from anaphora.kernels.cpu.attention_amx import put_key, put_value
 from anaphora.kernels.cpu.attention_generic import ATTEND, attend_item
-from anaphora.kernels.cpu.epilogue import add_bias, add_sums, gate_sums, norm_row, norm_sums, turn_sums
-from anaphora.kernels.cpu.gemm_amx import BLOCK_ROWS, GROUP_ROWS, multiply_group
+from anaphora.kernels.cpu.epilogue import add_bias, add_residual, rms_norm_row, rms_norm_rows, rope_rows, silu_and_mul
+from anaphora.kernels.cpu.gemm_amx import BLOCK_ROWS, GROUP_ROWS, gemm_rows
 from anaphora.kernels.cpu.launch import fields
 from anaphora.kernels.cpu.simd import (
     BFLOAT16,
@@ -29,44 +33,44 @@ from anaphora.kernels.cpu.simd import (
     atomic_load,
     convert,
     convert_rows,
-    give_way,
     inline,
     int64,
     kernel,
     memory,
     pause,
+    yield_thread,
 )
 
 PHASES = 7
-"""Of a layer."""
+"""Phases of a layer."""
 
 PHASE_BYTES = 128
-"""Of a phase's counters: items taken, and in another cache line items done."""
+"""Bytes of a phase's two counters, a cache line each: items taken, items done."""
 
 PATIENCE = 2000
-"""How often a thread looks for the end of a phase before it lets others have the processor."""
+"""How often a thread polls for the end of a phase before it yields the CPU."""
 
 NORM_ROWS = 16
-"""Rows that are one item of a norm."""
+"""Rows of an item of a norm phase."""
 
 LAYER = np.dtype(
     [
         (name, np.int64)
         for name in (
             "input_norm",  # float32 [hidden_size]
-            "joint",  # query, key and value: see ``packed.pack``
-            "joint_bias",  # float32, or 0
+            "qkv",  # query, key and value projections: see ``packed_linear.pack``
+            "qkv_bias",  # float32, or 0
             "query_norm",  # float32 [head_size], or 0
             "key_norm",
             "out",
             "out_bias",
             "post_norm",
-            "gated",  # in turn 16 gates and their 16 values
+            "gate_up",  # alternately 16 gates and their 16 ups
             "down",
         )
     ]
 )
-"""Addresses of what a layer consists of."""
+"""Addresses of a layer's weights."""
 
 DECODE = fields(
     "hidden_size",
@@ -75,10 +79,10 @@ DECODE = fields(
     "kv_heads",
     "head_size",
     "tiles",
-    # What each call brings:
+    # Set at each call:
     "phases",  # int64 [layers · PHASES, 16], zeros
     "layers",  # LAYER [layers]
-    "attends",  # native.ATTEND [layers]
+    "attends",  # attention_generic.ATTEND [layers]
     "num_layers",
     "rows",
     "hidden",  # [rows, hidden_size], in place
@@ -88,7 +92,7 @@ DECODE = fields(
     "active",  # [rows, inner_size]
     "cosines",  # [rows, head_size]
     "sines",
-    "slots",  # int64 [rows]: where in the pool their keys and values go
+    "slots",  # int64 [rows]: token slots in the pool
     "scratch",
     "scratch_bytes",  # of one thread
     real=["eps"],
@@ -96,7 +100,7 @@ DECODE = fields(
 
 
 def scratch_bytes(head_size: int) -> int:
-    """Of one thread: the shape that the tiles had before, the sums of a group of rows, and a head."""
+    """Bytes of one thread's scratch: the saved tile configuration, the sums of a group of rows, and one head."""
     return 64 + 4 * GROUP_ROWS * max(64, head_size) + 2 * head_size
 
 
@@ -115,7 +119,7 @@ def _take(a, phase, items):  # type: ignore[no-untyped-def]
             waited += 1
             pause()
         else:
-            give_way()
+            yield_thread()
     return np.int64(-1)
 
 
@@ -138,23 +142,23 @@ def _norm(a, phase, weight):  # type: ignore[no-untyped-def]
             break
         for row in range(item * NORM_ROWS, min(item * NORM_ROWS + NORM_ROWS, a.rows)):
             at = 2 * row * a.hidden_size
-            norm_row(a.hidden + at, weight, a.normed + at, a.hidden_size, np.float32(a.eps))
+            rms_norm_row(a.hidden + at, weight, a.normed + at, a.hidden_size, np.float32(a.eps))
         _end(a, phase)
 
 
 @inline
 def _head(a, layer, attend, head, first, rows, sums):  # type: ignore[no-untyped-def]
-    """The sums of one head of some rows: a query, to ``query``, or a key or value, to the pool."""
+    """Finishes one head of some rows: a query goes to ``query``, a key or value to the pool."""
     step, kv_head = 4 * a.head_size, head - a.heads
     is_value = kv_head >= a.kv_heads
-    if layer.joint_bias:
-        add_bias(sums, step, layer.joint_bias + step * head, rows, a.head_size)
+    if layer.qkv_bias:
+        add_bias(sums, step, layer.qkv_bias + step * head, rows, a.head_size)
     norm = layer.query_norm if kv_head < 0 else layer.key_norm
     if norm and not is_value:
-        norm_sums(sums, step, norm, rows, a.head_size, np.float32(a.eps))
+        rms_norm_rows(sums, step, norm, rows, a.head_size, np.float32(a.eps))
     if not is_value:
         angle = 2 * a.head_size
-        turn_sums(sums, step, a.cosines + angle * first, a.sines + angle * first, angle, rows, a.head_size)
+        rope_rows(sums, step, a.cosines + angle * first, a.sines + angle * first, angle, rows, a.head_size)
     if kv_head < 0:
         target_step = 2 * a.heads * a.head_size
         target = a.query + first * target_step + 2 * head * a.head_size
@@ -166,7 +170,7 @@ def _head(a, layer, attend, head, first, rows, sums):  # type: ignore[no-untyped
     narrow = sums + step * GROUP_ROWS
     for row in range(rows):
         slot = int64(a.slots, first + row)
-        if not attend.tiled:
+        if not attend.panels:
             place = slot * attend.width + offset
             convert(sums + step * row, 0, FLOAT32, attend.pool, place, attend.pool_kind, a.head_size)
             continue
@@ -179,7 +183,7 @@ def _head(a, layer, attend, head, first, rows, sums):  # type: ignore[no-untyped
 
 @inline
 def _project(a, layer, attend, phase, sums):  # type: ignore[no-untyped-def]
-    """Query, key and value of every head."""
+    """The QKV phase: an item is one head for a block of rows."""
     heads, row_bytes = a.heads + 2 * a.kv_heads, 2 * a.hidden_size
     items = heads * _blocks(a)
     while True:
@@ -188,10 +192,10 @@ def _project(a, layer, attend, phase, sums):  # type: ignore[no-untyped-def]
             break
         block, head = item // heads, item % heads
         begin = block * BLOCK_ROWS
-        weight = layer.joint + head * a.head_size * row_bytes
+        weight = layer.qkv + head * a.head_size * row_bytes
         for first in range(begin, min(begin + BLOCK_ROWS, a.rows), GROUP_ROWS):
             rows, x = min(a.rows - first, GROUP_ROWS), a.normed + first * row_bytes
-            multiply_group(x, row_bytes, weight, a.hidden_size, a.head_size // 16, sums, 4 * a.head_size, rows)
+            gemm_rows(x, row_bytes, weight, a.hidden_size, a.head_size // 16, sums, 4 * a.head_size, rows)
             _head(a, layer, attend, head, first, rows, sums)
         _end(a, phase)
 
@@ -209,7 +213,7 @@ def _attend(a, attend, phase, scratch):  # type: ignore[no-untyped-def]
 
 @inline
 def _add(a, phase, x, size, weight, bias, sums):  # type: ignore[no-untyped-def]
-    """Rows ``x`` of ``size`` times a weight, added to the hidden rows."""
+    """Adds ``x`` ``[rows, size]`` times a weight to the hidden rows."""
     tiles = 4 if a.rows <= LANES else 2
     panels = (a.hidden_size // 16 + tiles - 1) // tiles
     items = panels * _blocks(a)
@@ -222,11 +226,11 @@ def _add(a, phase, x, size, weight, bias, sums):  # type: ignore[no-untyped-def]
         begin = block * BLOCK_ROWS
         for first in range(begin, min(begin + BLOCK_ROWS, a.rows), GROUP_ROWS):
             rows = min(a.rows - first, GROUP_ROWS)
-            multiply_group(x + 2 * first * size, 2 * size, weight + 32 * tile * size, size, width, sums, 256, rows)
+            gemm_rows(x + 2 * first * size, 2 * size, weight + 32 * tile * size, size, width, sums, 256, rows)
             if bias:
                 add_bias(sums, 256, bias + 64 * tile, rows, 16 * width)
             target = a.hidden + 2 * (first * a.hidden_size + 16 * tile)
-            add_sums(sums, 256, target, 2 * a.hidden_size, rows, 16 * width)
+            add_residual(sums, 256, target, 2 * a.hidden_size, rows, 16 * width)
         _end(a, phase)
 
 
@@ -243,23 +247,23 @@ def _gate(a, layer, phase, sums):  # type: ignore[no-untyped-def]
         block, tile = item // panels, item % panels * tiles
         width = min(tiles, all_tiles - tile)
         begin = block * BLOCK_ROWS
-        weight = layer.gated + 16 * tile * row_bytes
+        weight = layer.gate_up + 16 * tile * row_bytes
         for first in range(begin, min(begin + BLOCK_ROWS, a.rows), GROUP_ROWS):
             rows, x = min(a.rows - first, GROUP_ROWS), a.normed + first * row_bytes
-            multiply_group(x, row_bytes, weight, a.hidden_size, width, sums, 256, rows)
+            gemm_rows(x, row_bytes, weight, a.hidden_size, width, sums, 256, rows)
             target = a.active + 2 * (first * a.inner_size + 8 * tile)
-            gate_sums(sums, 256, target, 2 * a.inner_size, rows, 8 * width)
+            silu_and_mul(sums, 256, target, 2 * a.inner_size, rows, 8 * width)
         _end(a, phase)
 
 
 @kernel(DECODE)
 def decode(pointer):  # type: ignore[no-untyped-def]
-    """All layers, in place of ``hidden``."""
+    """Runs all layers; ``hidden`` is replaced."""
     a = carray(pointer, 1)[0]
     thread = atomic_add(a.counters, 1, 1)
     scratch = a.scratch + a.scratch_bytes * thread
     sums = scratch + 64
-    open_tiles(a.tiles, scratch)
+    load_tile_config(a.tiles, scratch)
     layers = carray(memory(a.layers), a.num_layers, LAYER)
     attends = carray(memory(a.attends), a.num_layers, ATTEND)
     for index in range(a.num_layers):
@@ -271,4 +275,4 @@ def decode(pointer):  # type: ignore[no-untyped-def]
         _norm(a, phase + 4, layer.post_norm)
         _gate(a, layer, phase + 5, sums)
         _add(a, phase + 6, a.active, a.inner_size, layer.down, 0, sums)
-    close_tiles(scratch)
+    restore_tile_config(scratch)

@@ -1,6 +1,11 @@
-"""Rows in compiled kernels: RMS norm, and what is done with the sums of a product before they are kept.
+"""What follows a GEMM while its float32 sums are in cache: bias, RMSNorm, rotary embedding, residual, SiLU gate.
 
-Sums are float32, kept rows bfloat16. Steps between rows are in bytes, sizes are multiples of 16.
+``sums`` are float32 rows of a group, ``step`` bytes apart; activations are bfloat16 rows in memory. ``size`` is the
+number of elements of a row, a multiple of 16::
+
+    sums    row 0  ████████████████░░░░      target   row 0  ▓▓▓▓▓▓▓▓
+            row 1  ████████████████░░░░  →            row 1  ▓▓▓▓▓▓▓▓
+                   ├──── size ────┤  step                    ├─ size ─┤  target_step
 """
 
 from __future__ import annotations
@@ -17,18 +22,18 @@ from anaphora.kernels.cpu.simd import (
     LANES,
     NUMBER,
     REAL,
-    add_up,
     call,
     constant,
+    fma,
     load,
-    load_narrow,
-    multiply_add,
+    load_bf16,
     number,
     operation,
+    reduce_add,
     splat,
     steps,
     store,
-    store_narrow,
+    store_bf16,
 )
 from anaphora.kernels.cpu.softmax import exp2
 
@@ -42,8 +47,8 @@ def _norm(builder: Any, given: Any, weight: Any, put: Any, size: Any, eps: Any) 
     builder.store(constant(0.0), chain)
     with steps(builder, size, LANES) as i:
         x = given(i)
-        builder.store(multiply_add(builder, x, x, builder.load(chain)), chain)
-    square = add_up(builder, builder.load(chain))
+        builder.store(fma(builder, x, x, builder.load(chain)), chain)
+    square = reduce_add(builder, builder.load(chain))
     mean = builder.fadd(builder.fdiv(square, builder.sitofp(size, FLOAT)), eps)
     factor = splat(builder, builder.fdiv(ir.Constant(FLOAT, 1.0), call(builder, "llvm.sqrt.f32", FLOAT, mean)))
     with steps(builder, size, LANES) as i:
@@ -51,21 +56,21 @@ def _norm(builder: Any, given: Any, weight: Any, put: Any, size: Any, eps: Any) 
 
 
 @operation(ADDRESS, ADDRESS, ADDRESS, NUMBER, REAL)
-def norm_row(builder: Any, source: Any, weight: Any, target: Any, size: Any, eps: Any) -> None:
-    """One row over the root of its mean square, times ``weight`` (float32)."""
+def rms_norm_row(builder: Any, source: Any, weight: Any, target: Any, size: Any, eps: Any) -> None:
+    """RMSNorm of one bfloat16 row, with a float32 ``weight``."""
     _norm(
         builder,
-        lambda i: load_narrow(builder, source, i),
+        lambda i: load_bf16(builder, source, i),
         weight,
-        lambda x, i: store_narrow(builder, x, target, i),
+        lambda x, i: store_bf16(builder, x, target, i),
         size,
         eps,
     )
 
 
 @operation(ADDRESS, NUMBER, ADDRESS, NUMBER, NUMBER, REAL)
-def norm_sums(builder: Any, sums: Any, step: Any, weight: Any, rows: Any, size: Any, eps: Any) -> None:
-    """``norm_row`` of rows of sums, in place."""
+def rms_norm_rows(builder: Any, sums: Any, step: Any, weight: Any, rows: Any, size: Any, eps: Any) -> None:
+    """``rms_norm_row`` of rows of sums, in place."""
     with steps(builder, rows, 1) as row:
         place = _row(builder, sums, step, row)
         _norm(
@@ -80,7 +85,7 @@ def norm_sums(builder: Any, sums: Any, step: Any, weight: Any, rows: Any, size: 
 
 @operation(ADDRESS, NUMBER, ADDRESS, NUMBER, NUMBER)
 def add_bias(builder: Any, sums: Any, step: Any, bias: Any, rows: Any, size: Any) -> None:
-    """``bias`` (float32) to each row of sums, in place."""
+    """Adds ``bias`` (float32) to each row of sums, in place."""
     with steps(builder, rows, 1) as row:
         place = _row(builder, sums, step, row)
         with steps(builder, size, LANES) as i:
@@ -88,10 +93,10 @@ def add_bias(builder: Any, sums: Any, step: Any, bias: Any, rows: Any, size: Any
 
 
 @operation(ADDRESS, NUMBER, ADDRESS, ADDRESS, NUMBER, NUMBER, NUMBER)
-def turn_sums(
+def rope_rows(
     builder: Any, sums: Any, step: Any, cosines: Any, sines: Any, angle_step: Any, rows: Any, size: Any
 ) -> None:
-    """Rotary embedding of rows of sums, in place: elements i of the first half and of the second turn together.
+    """Rotary embedding of rows of sums, in place: element i of the first half is rotated with element i of the second.
 
     ``cosines`` and ``sines`` are bfloat16 ``[rows, size]``.
     """
@@ -102,20 +107,20 @@ def turn_sums(
         with steps(builder, half, LANES) as i:
             j = builder.add(i, half)
             a, b = load(builder, place, i), load(builder, place, j)
-            first = builder.fmul(b, load_narrow(builder, sine, i))
-            first = builder.fsub(builder.fmul(a, load_narrow(builder, cosine, i)), first)
-            second = builder.fmul(a, load_narrow(builder, sine, j))
-            store(builder, multiply_add(builder, b, load_narrow(builder, cosine, j), second), place, j)
+            first = builder.fmul(b, load_bf16(builder, sine, i))
+            first = builder.fsub(builder.fmul(a, load_bf16(builder, cosine, i)), first)
+            second = builder.fmul(a, load_bf16(builder, sine, j))
+            store(builder, fma(builder, b, load_bf16(builder, cosine, j), second), place, j)
             store(builder, first, place, i)
 
 
 @operation(ADDRESS, NUMBER, ADDRESS, NUMBER, NUMBER, NUMBER)
-def add_sums(builder: Any, sums: Any, step: Any, target: Any, target_step: Any, rows: Any, size: Any) -> None:
-    """Rows of sums to kept rows, in place."""
+def add_residual(builder: Any, sums: Any, step: Any, target: Any, target_step: Any, rows: Any, size: Any) -> None:
+    """Adds rows of sums to the bfloat16 rows at ``target``."""
     with steps(builder, rows, 1) as row:
         place, kept = _row(builder, sums, step, row), _row(builder, target, target_step, row)
         with steps(builder, size, LANES) as i:
-            store_narrow(builder, builder.fadd(load(builder, place, i), load_narrow(builder, kept, i)), kept, i)
+            store_bf16(builder, builder.fadd(load(builder, place, i), load_bf16(builder, kept, i)), kept, i)
 
 
 def _silu(builder: Any, x: Any) -> Any:
@@ -127,11 +132,11 @@ def _silu(builder: Any, x: Any) -> Any:
 
 
 @operation(ADDRESS, NUMBER, ADDRESS, NUMBER, NUMBER, NUMBER)
-def gate_sums(builder: Any, sums: Any, step: Any, target: Any, target_step: Any, rows: Any, size: Any) -> None:
-    """silu(gate) · value, from sums in turn 16 gates and their 16 values; ``size`` of the target."""
+def silu_and_mul(builder: Any, sums: Any, step: Any, target: Any, target_step: Any, rows: Any, size: Any) -> None:
+    """silu(gate) · up, from sums that alternate 16 gates and their 16 ups; ``size`` is that of the target."""
     with steps(builder, rows, 1) as row:
         place, kept = _row(builder, sums, step, row), _row(builder, target, target_step, row)
         with steps(builder, size, LANES) as i:
             j = builder.mul(i, number(2))
             gate, value = load(builder, place, j), load(builder, place, builder.add(j, number(LANES)))
-            store_narrow(builder, builder.fmul(_silu(builder, gate), value), kept, i)
+            store_bf16(builder, builder.fmul(_silu(builder, gate), value), kept, i)

@@ -1,7 +1,6 @@
-"""Runs compiled kernels on the threads that torch has anyway.
+"""Runs compiled kernels on torch's OpenMP threads, so that no second thread pool competes for the cores.
 
-A pool of threads beside torch's would fight with it over the same cores, so kernels go to the very OpenMP library that
-torch is linked with. Where torch has none, the calling thread does all the work.
+Where torch has no OpenMP, the calling thread does all the work.
 """
 
 from __future__ import annotations

@@ -1,6 +1,9 @@
-"""The compiled kernels of the CPU between products: RMS norm, and rotary position embedding in place.
+"""RMSNorm and rotary embedding for any dtype; they replace 7 (RMSNorm) and 14 (RoPE) torch operations.
 
-They stand for seven and fourteen operations of torch.
+An item of work is 16 tokens. Rotary embedding works in place::
+
+    x    [heads, rows, size]   head 0: row 0 │ first half │ second half │     element i of both halves is rotated
+    cos  [rows, size]                 row 0 │ first half │ second half │     by row 0's angle i
 """
 
 from __future__ import annotations
@@ -14,7 +17,7 @@ from anaphora.kernels.cpu.launch import fields
 from anaphora.kernels.cpu.simd import FLOAT32, atomic_add, convert, float32, inline, kernel, put_float32
 
 ROWS = 16
-"""Rows that are one item of work."""
+"""Rows of an item of work."""
 
 NORM = fields(
     "size",
@@ -56,7 +59,7 @@ def _norm(a, row, wide):  # type: ignore[no-untyped-def]
 
 @kernel(NORM)
 def norm_rows(pointer):  # type: ignore[no-untyped-def]
-    """Each row over the root of its mean square, times the weight."""
+    """RMSNorm of each row."""
     a = carray(pointer, 1)[0]
     wide = a.scratch + 4 * a.size * atomic_add(a.counters, 1, 1)
     while True:
@@ -69,10 +72,10 @@ def norm_rows(pointer):  # type: ignore[no-untyped-def]
 
 @kernel(ROTATE)
 def rotate_rows(pointer):  # type: ignore[no-untyped-def]
-    """Turn element i of the first half of each head and element i of the second by the row's angle, in place."""
+    """Rotates each head in place, by the row's angles."""
     a = carray(pointer, 1)[0]
     wide = a.scratch + 16 * a.size * atomic_add(a.counters, 1, 1)
-    turned, cosines, sines, half = wide + 4 * a.size, wide + 8 * a.size, wide + 12 * a.size, a.size // 2
+    rotated, cosines, sines, half = wide + 4 * a.size, wide + 8 * a.size, wide + 12 * a.size, a.size // 2
     while True:
         first = atomic_add(a.counters, 0, 1) * ROWS
         if first >= a.rows:
@@ -85,14 +88,14 @@ def rotate_rows(pointer):  # type: ignore[no-untyped-def]
                 convert(a.x, at, a.kind, wide, 0, FLOAT32, a.size)
                 for i in range(half):
                     put_float32(
-                        turned,
+                        rotated,
                         i,
                         float32(wide, i) * float32(cosines, i) - float32(wide, half + i) * float32(sines, i),
                     )
                 for i in range(half, a.size):
                     put_float32(
-                        turned,
+                        rotated,
                         i,
                         float32(wide, i) * float32(cosines, i) + float32(wide, i - half) * float32(sines, i),
                     )
-                convert(turned, 0, FLOAT32, a.x, at, a.kind, a.size)
+                convert(rotated, 0, FLOAT32, a.x, at, a.kind, a.size)

@@ -1,7 +1,6 @@
-"""What the compiled kernels of the CPU are made of: memory by address, bfloat16, vectors of 16, atomic counters.
+"""Building blocks of the CPU kernels: memory access by address, bfloat16, vectors of 16 lanes, atomic counters.
 
-Vectors are written out rather than left to the compiler, which would make them half as wide and check before every
-loop whether its memory overlaps.
+Vectors are explicit: the compiler would use half the width and check for overlapping memory before each loop.
 """
 
 from __future__ import annotations
@@ -26,10 +25,10 @@ from numba.extending import intrinsic
 logger = logging.getLogger(__name__)
 
 BFLOAT16, FLOAT32 = 0, 1
-"""What a record calls the dtype of the numbers at an address."""
+"""Codes of dtypes in kernel records."""
 
 LANES = 16
-"""Numbers of a vector."""
+"""Elements of a vector."""
 
 OPTIONS: dict[str, Any] = {
     # Without the flags that promise the absence of infinities and of not-a-number: both occur.
@@ -40,10 +39,10 @@ inline = njit(**OPTIONS)
 
 
 def kernel(record: np.dtype[Any]) -> Callable[[Callable[..., None]], Any]:
-    """Makes a function of the address of one ``record`` a compiled C function, for ``launch.Call``.
+    """Compiles a function of the address of one ``record`` to a C function, for ``launch.Call``.
 
-    numba keeps what it compiled beside the function's file, or in the user's cache folder. It looks at that file's time
-    alone, while a kernel consists of several files, so the name that it is kept under has a hash of them all.
+    numba caches the result next to the function's file, or in the user's cache folder, and checks that file's time
+    only. A kernel consists of several files, so its name in the cache carries a hash of them all.
     """
 
     def make(function: Callable[..., None]) -> Any:
@@ -108,7 +107,7 @@ def call(builder: Any, name: str, result: Any, *args: Any) -> Any:
 
 
 def prefetch_line(builder: Any, pointer: Any) -> None:
-    """Ask for the cache line of a pointer to bytes."""
+    """Prefetches the cache line at a pointer."""
     call(builder, "llvm.prefetch.p0", ir.VoidType(), pointer, *(ir.Constant(INT32, x) for x in (0, 3, 1)))
 
 
@@ -149,13 +148,13 @@ put_uint16 = _storer(INT16, 2, types.uint16)
 
 @operation(ADDRESS, NUMBER, NUMBER, result=types.int64)
 def atomic_add(builder: Any, address: Any, index: Any, amount: Any) -> Any:
-    """Add to an int64 that all threads see; what it was before."""
+    """Adds to an int64 that threads share; returns the earlier value."""
     return builder.atomic_rmw("add", at(builder, address, index, INT64), amount, "seq_cst")
 
 
 @operation(ADDRESS, NUMBER, result=types.int64)
 def atomic_load(builder: Any, address: Any, index: Any) -> Any:
-    """An int64 that other threads change; what they wrote before changing it is seen from here on."""
+    """Reads an int64 that other threads change (acquire: their earlier writes are visible afterwards)."""
     return builder.load_atomic(at(builder, address, index, INT64), "acquire", 8)
 
 
@@ -167,14 +166,14 @@ def memory(builder: Any, address: Any) -> Any:
 
 @operation()
 def pause(builder: Any) -> None:
-    """While waiting for another thread."""
+    """A hint to the CPU inside a spin loop."""
     if platform.machine() == "x86_64":
         call(builder, "llvm.x86.sse2.pause", ir.VoidType())
 
 
 @operation()
-def give_way(builder: Any) -> None:
-    """Let others have the processor, one of whom may be the thread that is waited for."""
+def yield_thread(builder: Any) -> None:
+    """Yields the CPU, perhaps to the thread that this one waits for."""
     if platform.system() != "Windows":
         call(builder, "sched_yield", INT32)
 
@@ -249,7 +248,7 @@ def _mover(given: int, wanted: int) -> Any:
     """
     source_type, target_type = (SHORTS if x == BFLOAT16 else INTS for x in (given, wanted))
 
-    def turn(builder: Any, bits: Any) -> Any:
+    def converted(builder: Any, bits: Any) -> Any:
         if given == wanted:
             return bits
         return builder.bitcast(widened(builder, bits), INTS) if given == BFLOAT16 else rounded(builder, bits)
@@ -263,7 +262,7 @@ def _mover(given: int, wanted: int) -> Any:
             end = builder.bitcast(end, target_type.element.as_pointer())
             with steps(builder, count, LANES) as i:
                 pointer = builder.bitcast(builder.gep(start, [i]), source_type.as_pointer())
-                value = turn(builder, builder.load(pointer, align=2))
+                value = converted(builder, builder.load(pointer, align=2))
                 builder.store(value, builder.bitcast(builder.gep(end, [i]), target_type.as_pointer()), align=2)
 
     return move
@@ -305,7 +304,7 @@ def convert(source, offset, given, target, begin, wanted, count):  # type: ignor
 
 @operation(ADDRESS, NUMBER, NUMBER, NUMBER)
 def prefetch_rows(builder: Any, address: Any, step: Any, rows: Any, size: Any) -> None:
-    """Ask for the cache lines of rows that will be read soon; ``step`` and ``size`` of a row in bytes."""
+    """Prefetches rows; ``step`` between rows and ``size`` of a row in bytes."""
     with steps(builder, rows, 1) as row:
         start = at(builder, address, builder.mul(row, step), INT8)
         with steps(builder, size, 64) as line:
@@ -323,7 +322,7 @@ def copy_lines(builder: Any, source: Any, step: Any, target: Any, target_step: A
 
 
 def load(builder: Any, address: Any, index: Any) -> Any:
-    """16 numbers from element ``index`` on."""
+    """16 float32 from element ``index`` on."""
     return builder.load(builder.bitcast(at(builder, address, index, FLOAT), FLOATS.as_pointer()), align=4)
 
 
@@ -331,19 +330,19 @@ def store(builder: Any, vector: Any, address: Any, index: Any) -> None:
     builder.store(vector, builder.bitcast(at(builder, address, index, FLOAT), vector.type.as_pointer()), align=4)
 
 
-def load_narrow(builder: Any, address: Any, index: Any) -> Any:
+def load_bf16(builder: Any, address: Any, index: Any) -> Any:
     """16 bfloat16 numbers from element ``index`` on, as floats."""
     pointer = builder.bitcast(at(builder, address, index, INT16), SHORTS.as_pointer())
     return widened(builder, builder.load(pointer, align=2))
 
 
-def store_narrow(builder: Any, vector: Any, address: Any, index: Any) -> None:
+def store_bf16(builder: Any, vector: Any, address: Any, index: Any) -> None:
     """16 floats as bfloat16 numbers."""
     pointer = builder.bitcast(at(builder, address, index, INT16), SHORTS.as_pointer())
     builder.store(rounded(builder, builder.bitcast(vector, INTS)), pointer, align=2)
 
 
-def add_up(builder: Any, vector: Any) -> Any:
+def reduce_add(builder: Any, vector: Any) -> Any:
     """The sum of a vector's lanes."""
     name = "llvm.vector.reduce.fadd.v16f32"
     function = builder.module.globals.get(name)
@@ -362,5 +361,5 @@ def constant(value: float) -> Any:
     return ir.Constant(FLOATS, [float(np.float32(value))] * LANES)
 
 
-def multiply_add(builder: Any, x: Any, y: Any, z: Any) -> Any:
+def fma(builder: Any, x: Any, y: Any, z: Any) -> Any:
     return builder.fadd(builder.fmul(x, y, flags=("contract",)), z, flags=("contract",))

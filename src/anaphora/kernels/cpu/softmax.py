@@ -1,4 +1,11 @@
-"""Matrices with 16 columns in compiled kernels: transposed, and the softmax of each column, block of rows by block."""
+"""Softmax in kernels, in two layouts, and transposes between them.
+
+The generic kernel has a query in each column, the AMX kernel a query in each row::
+
+    generic   keys ↓  queries →          AMX   queries ↓  keys →
+    key 0     q0 q1 … q15                q0    k0 k1 k2 …
+    key 1     q0 q1 … q15                q1    k0 k1 k2 …
+"""
 
 from __future__ import annotations
 
@@ -19,18 +26,18 @@ from anaphora.kernels.cpu.simd import (
     LANES,
     NUMBER,
     REAL,
-    add_up,
     at,
     call,
     constant,
+    fma,
     load,
-    multiply_add,
     number,
     operation,
+    reduce_add,
     splat,
     steps,
     store,
-    store_narrow,
+    store_bf16,
 )
 
 
@@ -50,7 +57,7 @@ def exp2(builder: Any, x: Any, exact: bool) -> Any:
     )
     result = constant(powers[0])
     for power in powers[1:]:
-        result = multiply_add(builder, result, rest, constant(power))
+        result = fma(builder, result, rest, constant(power))
     exponent = builder.add(builder.fptosi(whole, INTS), ir.Constant(INTS, [127] * LANES))
     bits = builder.shl(exponent, ir.Constant(INTS, [23] * LANES))
     return builder.fmul(result, builder.bitcast(bits, FLOATS))
@@ -114,8 +121,8 @@ def transpose_pairs(builder: Any, source: Any, step: Any, target: Any) -> None:
 
 
 @operation(ADDRESS, NUMBER, NUMBER, ADDRESS, ADDRESS)
-def hide(builder: Any, scores: Any, count: Any, first: Any, lows: Any, ends: Any) -> None:
-    """-inf to what a column does not see: it sees keys ``lows`` to ``ends`` - 1; the first row is key ``first``."""
+def mask_columns(builder: Any, scores: Any, count: Any, first: Any, lows: Any, ends: Any) -> None:
+    """Sets scores of masked keys to -inf: a column sees keys ``lows`` to ``ends`` - 1; row 0 is key ``first``."""
     low, end = (builder.bitcast(load(builder, x, number(0)), INTS) for x in (lows, ends))
     hidden = constant(-np.inf)
     with steps(builder, count, 1) as i:
@@ -169,7 +176,7 @@ def _softmax(pairs: bool) -> Any:
             rows = []
             for n, chain in enumerate(sums):
                 place = builder.mul(builder.add(i, number(n)), number(LANES))
-                x = multiply_add(builder, load(builder, scores, place), factor, low)
+                x = fma(builder, load(builder, scores, place), factor, low)
                 weight = exp2(builder, x, exact=not pairs)
                 builder.store(builder.fadd(builder.load(chain), weight), chain)
                 rows.append(weight)
@@ -181,7 +188,7 @@ def _softmax(pairs: bool) -> Any:
                     store(builder, _round_pairs(builder, rows[2 * n], rows[2 * n + 1]), weights, place)
         a, b, c, d = (builder.load(chain) for chain in sums)
         added = builder.fadd(builder.fadd(a, b), builder.fadd(c, d))
-        store(builder, multiply_add(builder, load(builder, total, zero), change, added), total, zero)
+        store(builder, fma(builder, load(builder, total, zero), change, added), total, zero)
 
     return softmax
 
@@ -195,7 +202,7 @@ def rescale_add(builder: Any, sums: Any, added: Any, rows: Any, factors: Any) ->
     factor = load(builder, factors, number(0))
     with steps(builder, rows, 1) as i:
         place = builder.mul(i, number(LANES))
-        row = multiply_add(builder, load(builder, sums, place), factor, load(builder, added, place))
+        row = fma(builder, load(builder, sums, place), factor, load(builder, added, place))
         store(builder, row, sums, place)
 
 
@@ -214,12 +221,12 @@ def _power(builder: Any, x: Any) -> Any:
     rest = call(builder, "llvm.x86.avx512.mask.reduce.ps.512", FLOATS, x, down, x, every, flag)
     result = constant(_EIGHT_BITS[0])
     for power in _EIGHT_BITS[1:]:
-        result = multiply_add(builder, result, rest, constant(power))
+        result = fma(builder, result, rest, constant(power))
     return call(builder, "llvm.x86.avx512.mask.scalef.ps.512", FLOATS, result, x, result, every, flag)
 
 
 class _Brain(ir.Type):
-    """LLVM's bfloat, which llvmlite has no name for."""
+    """LLVM's type bfloat, which llvmlite lacks."""
 
     def _to_string(self) -> str:
         return "bfloat"
@@ -235,8 +242,8 @@ _PAIR = ir.VectorType(_Brain(), 2 * LANES)
 
 
 @operation(ADDRESS, NUMBER, NUMBER, NUMBER)
-def hide_lanes(builder: Any, scores: Any, count: Any, low: Any, end: Any) -> None:
-    """-inf to all but scores ``low`` to ``end - 1``."""
+def mask_lanes(builder: Any, scores: Any, count: Any, low: Any, end: Any) -> None:
+    """Sets scores outside of ``low`` to ``end - 1`` to -inf."""
     low, end = (splat(builder, builder.trunc(x, INT32)) for x in (low, end))
     lanes = ir.Constant(INTS, list(range(LANES)))
     with steps(builder, count, LANES) as i:
@@ -246,8 +253,8 @@ def hide_lanes(builder: Any, scores: Any, count: Any, low: Any, end: Any) -> Non
 
 
 @operation(ADDRESS, NUMBER, result=REAL)
-def largest_of(builder: Any, scores: Any, count: Any) -> Any:
-    """Of ``count`` scores, a multiple of 64."""
+def max_of(builder: Any, scores: Any, count: Any) -> Any:
+    """The maximum of ``count`` scores, a multiple of 64."""
     tops = [cgutils.alloca_once_value(builder, constant(-np.inf)) for _ in range(4)]
     for top in tops:
         builder.store(constant(-np.inf), top)
@@ -261,13 +268,13 @@ def largest_of(builder: Any, scores: Any, count: Any) -> Any:
 
 
 @operation(ADDRESS, result=REAL)
-def total_of(builder: Any, numbers: Any) -> Any:
+def sum_of(builder: Any, numbers: Any) -> Any:
     """The sum of 16."""
-    return add_up(builder, load(builder, numbers, number(0)))
+    return reduce_add(builder, load(builder, numbers, number(0)))
 
 
 @operation(ADDRESS, NUMBER, REAL, REAL, ADDRESS, ADDRESS)
-def soften(builder: Any, scores: Any, count: Any, factor: Any, top: Any, total: Any, weights: Any) -> None:
+def softmax_weights(builder: Any, scores: Any, count: Any, factor: Any, top: Any, total: Any, weights: Any) -> None:
     """Weights, 2 to the power of score · ``factor`` - ``top``, as bfloat16; their sum goes to the lanes of ``total``.
 
     ``count`` is a multiple of 64.
@@ -280,12 +287,12 @@ def soften(builder: Any, scores: Any, count: Any, factor: Any, top: Any, total: 
         found = []
         for n, chain in enumerate(sums):
             score = load(builder, scores, builder.add(i, number(LANES * n)))
-            found.append(_power(builder, multiply_add(builder, score, factor, low)))
+            found.append(_power(builder, fma(builder, score, factor, low)))
             builder.store(builder.fadd(builder.load(chain), found[-1]), chain)
         for n in range(0, 4, 2):
             if not PROCESSOR_HAS_AMX:
                 for m in (n, n + 1):
-                    store_narrow(builder, found[m], weights, builder.add(i, number(LANES * m)))
+                    store_bf16(builder, found[m], weights, builder.add(i, number(LANES * m)))
                 continue
             pair = call(builder, "llvm.x86.avx512bf16.cvtne2ps2bf16.512", _PAIR, found[n + 1], found[n])
             place = builder.add(builder.lshr(i, number(1)), number(LANES // 2 * n))

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from anaphora.attention.base import KVLayout, LayerOptions, PagedLayers, QueryRange, StepLayout, routed
 from anaphora.attention.cpu import CpuAttention
 from anaphora.kernels.cpu import decoder_amx, gemm_amx, launch
-from anaphora.kernels.cpu.amx import SHAPES
+from anaphora.kernels.cpu.amx import TILE_CONFIGS
 from anaphora.model.fuse.packed_linear import Memory, pack
 from anaphora.model.fuse.parity import Call, observable, observe
 
@@ -109,7 +109,7 @@ class FusedDecoder(nn.Module):
             "heads": self._heads,
             "kv_heads": self._kv_heads,
             "head_size": self.head_size,
-            "tiles": SHAPES.ctypes.data,
+            "tiles": TILE_CONFIGS.ctypes.data,
             "eps": layer.input_layernorm.variance_epsilon,
         }
         self._memory = Memory()
@@ -177,19 +177,19 @@ def _weights(layer: Any) -> dict[str, Tensor | None]:
         return None if part is None else part.detach().float().contiguous()
 
     attention, mlp = layer.self_attn, layer.mlp
-    joint = [attention.q_proj, attention.k_proj, attention.v_proj]
-    biases = [part.bias for part in joint if part.bias is not None]
+    qkv = [attention.q_proj, attention.k_proj, attention.v_proj]
+    biases = [part.bias for part in qkv if part.bias is not None]
     halves = [part.weight.view(-1, 16, part.in_features) for part in (mlp.gate_proj, mlp.up_proj)]
     query_norm, key_norm = (getattr(getattr(attention, name, None), "weight", None) for name in ("q_norm", "k_norm"))
     return {
         "input_norm": floats(layer.input_layernorm.weight),
-        "joint": pack(torch.cat([part.weight for part in joint])),
-        "joint_bias": floats(torch.cat(biases) if biases else None),
+        "qkv": pack(torch.cat([part.weight for part in qkv])),
+        "qkv_bias": floats(torch.cat(biases) if biases else None),
         "query_norm": floats(query_norm),
         "key_norm": floats(key_norm),
         "out": pack(attention.o_proj.weight),
         "out_bias": floats(attention.o_proj.bias),
         "post_norm": floats(layer.post_attention_layernorm.weight),
-        "gated": pack(torch.stack(halves, 1).flatten(0, 2)),
+        "gate_up": pack(torch.stack(halves, 1).flatten(0, 2)),
         "down": pack(mlp.down_proj.weight),
     }

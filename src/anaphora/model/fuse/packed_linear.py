@@ -68,16 +68,16 @@ class AmxLinear(nn.Module):
             "outputs": self.out_features,
             "weight": self._kept[0].data_ptr(),
             "bias": 0 if bias is None else self._kept[1].data_ptr(),
-            "tiles": amx.SHAPES.ctypes.data,
+            "tiles": amx.TILE_CONFIGS.ctypes.data,
         }
-        brought = gemm_amx.PROJECT.names[gemm_amx.PROJECT.names.index("x") :]
-        self._call = launch.Call(gemm_amx.project, gemm_amx.PROJECT, brought, given)
+        brought = gemm_amx.LINEAR.names[gemm_amx.LINEAR.names.index("x") :]
+        self._call = launch.Call(gemm_amx.linear, gemm_amx.LINEAR, brought, given)
 
     def forward(self, x: Tensor) -> Tensor:
         """``[..., in]`` → ``[..., out]``, both bfloat16."""
         x = x.contiguous()
         out = x.new_empty(*x.shape[:-1], self.out_features)
-        workers, scratch = launch.threads(), gemm_amx.project_bytes(self.in_features)
+        workers, scratch = launch.threads(), gemm_amx.linear_scratch_bytes(self.in_features)
         memory: Memory = self._own.__dict__.setdefault("memory", Memory())
         (address,) = memory.addresses(workers * scratch)
         self._call(workers, x.data_ptr(), x.numel() // self.in_features, out.data_ptr(), address, scratch)
