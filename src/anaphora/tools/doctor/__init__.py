@@ -1,4 +1,8 @@
-"""Why prompts miss: where the prefixes of a log break, what it costs, and the order that would be reused."""
+"""Explains why prompts miss the prefix cache.
+
+A log passes through four packages: ``read`` (log → prompts), ``find`` (where prompts stop being the same), ``price``
+(what mending each break would save) and ``show`` (report, page, repaired log). ``live`` examines a running server.
+"""
 
 from __future__ import annotations
 
@@ -8,14 +12,14 @@ __all__ = ["DoctorOptions", "ExplainOptions", "explain", "run"]
 
 
 def run(options: DoctorOptions) -> int:
-    """Examine a log or a running server; the exit code. Raises ConfigError for what cannot be read."""
+    """Examines a log or a running server; returns the exit code. Raises ConfigError if it cannot be read."""
     from anaphora.tools.doctor import command
 
     return command.main(options)
 
 
 def explain(options: ExplainOptions) -> int:
-    """Say where and why the second request body stops reusing the first; the exit code."""
+    """Prints where and why the second request body stops reusing the first; returns the exit code."""
     from anaphora.tools.doctor import command
 
     return command.explain(options)

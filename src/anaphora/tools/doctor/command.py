@@ -1,4 +1,4 @@
-"""The doctor from its options to its exit code."""
+"""Runs ``anaphora doctor`` and ``anaphora explain``: from the options to the exit code."""
 
 from __future__ import annotations
 
@@ -27,9 +27,10 @@ from anaphora.tools.shared.tokenizer_and_template import load_tokenizer_and_temp
 
 
 def main(options: DoctorOptions) -> int:
-    """Examine, print, write the files.
+    """Examines a log or a server, prints the result and writes the files that are asked for.
 
-    1 where the hit rate is below ``min_hit_rate`` or has fallen since ``baseline``, 2 where a server went away.
+    Returns 1 if the hit rate is below ``min_hit_rate`` or has fallen since ``baseline``, 2 if a server stopped
+    answering, else 0. Raises ConfigError if a file cannot be read or written.
     """
     for name in (options.json, options.html, options.fix):
         if name and Path(name).is_dir():
@@ -66,7 +67,7 @@ def _server(options: DoctorOptions) -> int:
 
 
 def explain(options: ExplainOptions) -> int:
-    """Compare two bodies and say where and why they part."""
+    """Prints where and why the second request body stops reusing the first; returns 0. Raises ConfigError."""
     assert options.first is not None
     assert options.second is not None
     compare_bodies.explain(
@@ -75,13 +76,13 @@ def explain(options: ExplainOptions) -> int:
     return 0
 
 
-def _load(options: DoctorOptions, seen: Callable[[int], None]) -> Log:
+def _load(options: DoctorOptions, progress: Callable[[int], None]) -> Log:
     assert options.log is not None
-    return load_log(options.log, load_tokenizer_and_template(options.model, options.chat_template), seen)
+    return load_log(options.log, load_tokenizer_and_template(options.model, options.chat_template), progress)
 
 
 def examine(options: DoctorOptions) -> Diagnosis:
-    """Read the log and diagnose it, with a progress bar on standard error."""
+    """Reads and diagnoses the log, with a progress bar on standard error."""
     columns = (TextColumn("{task.description:36}"), BarColumn(), TimeElapsedColumn())
     with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
         path = Path(options.log or "-")

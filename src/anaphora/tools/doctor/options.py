@@ -1,4 +1,4 @@
-"""What the doctor is asked to do. A field is a flag, as in ``anaphora.config``."""
+"""Options of ``anaphora doctor`` and ``anaphora explain``; each field is a flag, as in ``anaphora.config``."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from anaphora.errors import ConfigError
 
 @dataclass(frozen=True)
 class DoctorOptions:
+    """What ``anaphora doctor`` examines and writes. Raises ConfigError for values that do not go together."""
+
     log: str | None = option(
         None,
         "log of requests (JSONL, a trace, gzip too), - for standard input, or the address of a running server "
@@ -18,36 +20,41 @@ class DoctorOptions:
     )
     model: str | None = option(None, "model folder whose tokenizer and template read the log", metavar="FOLDER")
     chat_template: str | None = option(None, "file with the chat template to use", metavar="FILE")
-    block_size: int = option(1, "tokens that are reused as a whole (vLLM: 16; Anaphora: 1, exact to the token)")
+    block_size: int = option(
+        1, "tokens per block; only whole blocks are reused (vLLM: 16; Anaphora: 1, exact to the token)"
+    )
     cache_tokens: int | None = option(
-        None, "also run the log with a cache of this many tokens", parse=parse_count, metavar="N"
+        None, "also run the log through a cache of this many tokens", parse=parse_count, metavar="N"
     )
     baseline: str | None = option(
-        None, "an earlier log to compare with: what has become worse (exit with 1)", metavar="LOG"
+        None, "earlier log to compare with; exit with 1 if the hit rate has fallen", metavar="LOG"
     )
-    heads: bool = option(False, "show the first 200 characters of the prompts, with what changes in them")
+    heads: bool = option(False, "only show the first 200 characters of the prompts, with what changes marked")
     fix: str | None = option(None, "write the log with the repairs to this file", metavar="OUT")
-    prices: str | None = option(None, "JSON with money a million tokens: in, cached, out", metavar="FILE")
-    per_day: int | None = option(None, "requests a day, for what a break costs a day", metavar="N")
-    gpu_hour_price: float | None = option(None, "price of one machine for an hour", metavar="PRICE")
+    prices: str | None = option(None, "JSON with prices per million tokens: in, cached, out", metavar="FILE")
+    per_day: int | None = option(None, "requests per day; adds what a break costs per day", metavar="N")
+    gpu_hour_price: float | None = option(None, "price of one machine per hour", metavar="PRICE")
     prefill_rate: float | None = option(
-        None, "prompt tokens that the machine computes in a second (default: what the log's records say)", metavar="N"
+        None,
+        "prompt tokens that the machine computes per second (default: measured from the log's records)",
+        metavar="N",
     )
     json: str | None = option(None, "write the diagnosis to this file", metavar="FILE")
-    html: str | None = option(None, "write a page to this file", metavar="FILE")
-    min_hit_rate: float | None = option(None, "exit with 1 where the hit rate is lower", metavar="0..1")
+    html: str | None = option(None, "write an HTML page to this file", metavar="FILE")
+    min_hit_rate: float | None = option(None, "exit with 1 if the hit rate is lower", metavar="0..1")
 
-    sample: float = option(30.0, "with a server: seconds for which it is watched", metavar="SECONDS")
+    sample: float = option(30.0, "with a server: seconds to watch it", metavar="SECONDS")
     api_key: str | None = option(None, "with a server: bearer token", metavar="KEY")
 
     @property
     def is_server(self) -> bool:
+        """Whether ``log`` is the address of a running server."""
         return self.log is not None and self.log.startswith(("http://", "https://"))
 
     def __post_init__(self) -> None:
         for name in ("json", "html", "fix"):
             if getattr(self, name) == "-":
-                raise ConfigError(f"--{name} writes a file beside the report on standard output: name one instead of -")
+                raise ConfigError(f"--{name} needs the name of a file: standard output has the report")
         if self.log == self.baseline == "-":
             raise ConfigError("the log and --baseline cannot both be standard input: give one of them as a file")
         if self.is_server:
@@ -61,7 +68,7 @@ class DoctorOptions:
             if value is not None and not 0 < value < float("inf"):
                 raise ConfigError(f"--{name.replace('_', '-')} must be a number above 0, got {value}")
         if self.min_hit_rate is not None and not 0 <= self.min_hit_rate <= 1:
-            raise ConfigError(f"--min-hit-rate must be a share from 0 to 1, got {self.min_hit_rate}")
+            raise ConfigError(f"--min-hit-rate must be between 0 and 1, got {self.min_hit_rate}")
 
     def _check_server(self) -> None:
         for_logs = (
@@ -78,6 +85,8 @@ class DoctorOptions:
 
 @dataclass(frozen=True)
 class ExplainOptions:
+    """The two request bodies that ``anaphora explain`` compares. Raises ConfigError if one is missing."""
+
     first: str | None = option(None, "file with the first request body", positional=True)
     second: str | None = option(None, "file with the second request body", positional=True)
     model: str | None = option(None, "model folder whose tokenizer and template read the bodies", metavar="FOLDER")

@@ -1,4 +1,4 @@
-"""The doctor for a running server, from its options to its exit code."""
+"""Examines a running server: from the options to the exit code."""
 
 from __future__ import annotations
 
@@ -9,29 +9,31 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from anaphora.tools.doctor.live import server_terminal
 from anaphora.tools.doctor.live.next_steps import advise, judged
-from anaphora.tools.doctor.live.scrape import observe
+from anaphora.tools.doctor.live.scrape import scrape
 from anaphora.tools.doctor.live.server_figures import figures
 from anaphora.tools.doctor.options import DoctorOptions
 from anaphora.tools.shared.console import LogConsole
 
 
 def examine(options: DoctorOptions) -> tuple[dict[str, Any], int]:
-    """Watch a server and print what there is to say; the figures, and the exit code.
+    """Watches a server and prints its figures; returns them and the exit code.
 
-    1 where the hit rate is below ``min_hit_rate`` or not known, 2 where the server went away while it was watched.
+    The code is 1 if the hit rate is below ``min_hit_rate`` or unknown, 2 if the server stopped answering, else 0.
     """
     assert options.log is not None
     with Progress(
         TextColumn("watching"), BarColumn(), TimeRemainingColumn(), console=Console(stderr=True), transient=True
     ) as progress:
         task = progress.add_task("watching", total=options.sample)
-        seen = observe(options.log, options.api_key, options.sample, lambda done: progress.update(task, completed=done))
-    data = figures(seen)
+        server = scrape(
+            options.log, options.api_key, options.sample, lambda done: progress.update(task, completed=done)
+        )
+    data = figures(server)
     data["advice"] = advise(data)
     console = LogConsole()
     server_terminal.show(data, console)
     low = options.min_hit_rate is not None and not _reaches(data, options.min_hit_rate, console)
-    return data, 2 if seen.unreachable else 1 if low else 0
+    return data, 2 if server.unreachable else 1 if low else 0
 
 
 def _reaches(data: dict[str, Any], wanted: float, console: Console) -> bool:

@@ -1,17 +1,17 @@
-"""What to do next about a running server: ranked, each with the figures that it rests on."""
+"""Advises what to do next about a running server: ranked steps, each with the figures behind it."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from typing import Any
 
-LOW, FAIR = 0.02, 0.5
-FULL = 0.9
-SMALL_SHARE = 0.1
-UNEVEN = 0.2
-WORTH = 0.05
+LOW_HIT_RATE, FAIR_HIT_RATE = 0.02, 0.5
+FULL_CACHE = 0.9
+SMALL_PREFILL_SHARE = 0.1
+UNEVEN_HIT_RATES = 0.2
+WORTHWHILE_GAIN = 0.05
 LARGE_BLOCK = 256
-"""Tokens; engines choose 16 to 128 themselves unless the model forces more."""
+"""Tokens; engines use 16 to 128 unless the model requires more."""
 
 _FLAG = {
     "vLLM": "start it with --enable-prefix-caching",
@@ -21,12 +21,15 @@ _FLAG = {
 
 
 def advise(data: dict[str, Any]) -> list[dict[str, str]]:
-    """``title``, ``why`` and ``do`` of each step, the most useful first. Empty where all is well."""
+    """Returns ``title``, ``why`` and ``do`` of each step, the most useful first; empty if all is well.
+
+    ``data`` are the values of ``server_figures.figures``.
+    """
     return [{"title": title, "why": why, "do": do} for title, why, do in _steps(data, judged(data))]
 
 
 def judged(data: dict[str, Any]) -> dict[str, Any]:
-    """The window that is judged: the sample where it saw traffic, else what was since the start."""
+    """Returns the window that is judged: the sample if it saw traffic, else the time since the start."""
     sample = data["sample"]
     window: dict[str, Any] = data["since_start"]
     return sample if sample is not None and (sample["requests"] or sample["looked_up"]) else window
@@ -57,14 +60,14 @@ def _hits(data: dict[str, Any], window: dict[str, Any]) -> Iterator[tuple[str, s
         return
     rate += window["external_rate"] or 0.0
     block, prompt = data["cache"]["block_size"], window["mean_prompt"]
-    if rate < FAIR and block and prompt and block >= prompt:
+    if rate < FAIR_HIT_RATE and block and prompt and block >= prompt:
         yield (
             "The block is larger than the prompts",
             f"a block has {block:,} tokens, a prompt {prompt:,.0f} on average: only whole blocks are reused, so such "
             "prompts cannot hit; models with Mamba layers get blocks this large",
             "set a smaller --block-size where the model allows it; else nothing is broken, the prompts are too short",
         )
-    elif rate < LOW:
+    elif rate < LOW_HIT_RATE:
         if block and block > LARGE_BLOCK:
             yield (
                 "See whether the shared beginning fills a block",
@@ -84,7 +87,7 @@ def _hits(data: dict[str, Any], window: dict[str, Any]) -> Iterator[tuple[str, s
             f"{'on' if data['caching']['on'] else 'not known to be off'}: an id or a time near the beginning does that",
             _record(data),
         )
-    elif rate < FAIR:
+    elif rate < FAIR_HIT_RATE:
         yield (
             "Find where the prompts part",
             f"hit rate {rate:.1%}{_share(window)}: a part changes early, or there is little to share",
@@ -92,7 +95,7 @@ def _hits(data: dict[str, Any], window: dict[str, Any]) -> Iterator[tuple[str, s
         )
     for model in data["models"]:
         rates = [part["hit_rate"] for part in data["parts"] if part["model"] == model and part["hit_rate"] is not None]
-        if rates and max(rates) - min(rates) > UNEVEN:
+        if rates and max(rates) - min(rates) > UNEVEN_HIT_RATES:
             yield (
                 "Send equal beginnings to the same engine",
                 f"the hit rates of the engines of {model} run from {min(rates):.1%} to {max(rates):.1%}",
@@ -108,14 +111,14 @@ def _room(data: dict[str, Any], window: dict[str, Any]) -> Iterator[tuple[str, s
     if preemptions:
         rate = f"{preemptions:,.0f} preemptions in {window['requests'] or 0:,} requests"
         yield "Make room for the KV cache", f"{rate}: their prompts are computed again", more
-    elif used is not None and used > FULL and (window["hit_rate"] is None or window["hit_rate"] < FAIR):
+    elif used is not None and used > FULL_CACHE and (window["hit_rate"] is None or window["hit_rate"] < FAIR_HIT_RATE):
         yield (
             "Make room for the KV cache",
             f"running requests hold up to {used:.0%} of it, so little stays for reuse",
             more,
         )
     sizes = data["sizes"]
-    if sizes.get(4.0, 0.0) - sizes.get(1.0, 0.0) > WORTH:
+    if sizes.get(4.0, 0.0) - sizes.get(1.0, 0.0) > WORTHWHILE_GAIN:
         yield (
             "A larger cache would reuse more",
             f"hit rate {sizes[1.0]:.1%} now, {sizes[2.0]:.1%} at twice the size, {sizes[4.0]:.1%} at four times",
@@ -129,7 +132,12 @@ def _room(data: dict[str, Any], window: dict[str, Any]) -> Iterator[tuple[str, s
             "the server is full: each prompt token that is reused instead of computed shortens the queue; else add one",
         )
     share = window["prefill_share"]
-    if share is not None and share < SMALL_SHARE and not preemptions and (window["hit_rate"] or 0) < FAIR:
+    if (
+        share is not None
+        and share < SMALL_PREFILL_SHARE
+        and not preemptions
+        and (window["hit_rate"] or 0) < FAIR_HIT_RATE
+    ):
         yield (
             "Expect little from the cache",
             f"prefill is {share:.1%} of the latency",
@@ -143,7 +151,7 @@ def _share(window: dict[str, Any]) -> str:
 
 
 def _record(data: dict[str, Any]) -> str:
-    restart = "start it anew with --record log.jsonl --record-prompts, or, without a restart, "
+    restart = "restart it with --record log.jsonl --record-prompts, or, without a restart, "
     return (restart if data["engine"] == "Anaphora" else "") + (
         f"anaphora record --upstream {data['url']} --port 8001 --out log.jsonl --record-prompts, send the traffic to "
         "port 8001 for a while, then: anaphora doctor log.jsonl"

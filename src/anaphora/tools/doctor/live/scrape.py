@@ -1,4 +1,4 @@
-"""A running server as the doctor meets it: who it is, and its /metrics page read again and again for a while."""
+"""Reads a running server's version and settings, and scrapes its /metrics page for a while."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from anaphora.tools.shared.metrics_page import Page, parse
 
 TIMEOUT_S = 10
 SCRAPES = 15
-"""How often the page is read in a sample, for the figures that are of one moment; at most once a second."""
+"""How often the page is read in a sample, for gauges; at most once a second."""
 
 _HOW = (
     "vLLM and Anaphora have it unless logging of statistics is off (--disable-log-stats), SGLang with "
@@ -26,9 +26,9 @@ _HOW = (
 
 @dataclass(slots=True)
 class ScrapedServer:
-    """What a server showed. ``details`` is SGLang's /server_info or llama.cpp's /props.
+    """What a server answered. ``details`` is SGLang's /server_info or llama.cpp's /props.
 
-    ``pages`` are in the order in which they were read, over ``seconds``; ``broken`` says why the reading ended early.
+    ``pages`` are in the order in which they were read, over ``seconds``. ``broken`` says why the sample ended early.
     """
 
     url: str
@@ -41,11 +41,11 @@ class ScrapedServer:
     unreachable: bool = False
 
 
-def observe(url: str, api_key: str | None, seconds: float, advance: Callable[[float], None]) -> ScrapedServer:
-    """Read a server's pages for ``seconds``; ``advance`` gets the seconds done.
+def scrape(url: str, api_key: str | None, seconds: float, progress: Callable[[float], None]) -> ScrapedServer:
+    """Reads a server's pages for ``seconds``; ``progress`` is called with the seconds done.
 
-    Raises ConfigError where nothing answers or what answers is no server whose metrics are known. An interrupt
-    (Ctrl-C) ends the sample early, and what was seen until then counts.
+    Raises ConfigError if nothing answers or the server's metrics are unknown. An interrupt (Ctrl-C) ends the sample
+    early and keeps what was read.
     """
     address = parse_server_url(url).removesuffix("/metrics")
     local = httpx.URL(address).host in ("127.0.0.1", "localhost", "::1")
@@ -53,12 +53,12 @@ def observe(url: str, api_key: str | None, seconds: float, advance: Callable[[fl
     with httpx.Client(
         base_url=address, timeout=TIMEOUT_S, headers=headers, follow_redirects=True, trust_env=not local
     ) as client:
-        seen = _meet(client, address)
-        _sample(client, seen, seconds, advance)
-    return seen
+        server = _identify(client, address)
+        _sample(client, server, seconds, progress)
+    return server
 
 
-def _meet(client: httpx.Client, url: str) -> ScrapedServer:
+def _identify(client: httpx.Client, url: str) -> ScrapedServer:
     page = _first_page(client, url)
     engine = page.engine()
     if engine is None:
@@ -89,10 +89,10 @@ def _first_page(client: httpx.Client, url: str) -> Page:
     try:
         return parse(response.text)
     except ValueError as error:
-        raise ConfigError(f"{url}/metrics is no page in Prometheus' text format ({error!s:.200}): {_HOW}") from None
+        raise ConfigError(f"{url}/metrics is not in Prometheus' text format ({error!s:.200}): {_HOW}") from None
 
 
-def _sample(client: httpx.Client, seen: ScrapedServer, seconds: float, advance: Callable[[float], None]) -> None:
+def _sample(client: httpx.Client, server: ScrapedServer, seconds: float, progress: Callable[[float], None]) -> None:
     begun = time.monotonic()
     pause = max(1.0, seconds / SCRAPES)
     try:
@@ -100,22 +100,22 @@ def _sample(client: httpx.Client, seen: ScrapedServer, seconds: float, advance: 
             time.sleep(min(pause, left))
             response = client.get("/metrics")
             if not response.is_success:
-                seen.broken = f"it answered HTTP {response.status_code} to /metrics"
+                server.broken = f"it answered HTTP {response.status_code} to /metrics"
                 return
-            seen.pages.append(parse(response.text))
-            seen.seconds = time.monotonic() - begun
-            advance(seen.seconds)
+            server.pages.append(parse(response.text))
+            server.seconds = time.monotonic() - begun
+            progress(server.seconds)
     except httpx.HTTPError as error:
-        seen.broken = f"it stopped answering ({_describe(error)})"
-        seen.unreachable = True
+        server.broken = f"it stopped answering ({_describe(error)})"
+        server.unreachable = True
     except ValueError as error:
-        seen.broken = f"its page could not be read any more ({error!s:.200})"
+        server.broken = f"its page could not be read any more ({error!s:.200})"
     except KeyboardInterrupt:
-        seen.broken = "you ended it"
+        server.broken = "you ended it"
 
 
 def _json(client: httpx.Client, path: str) -> dict[str, Any]:
-    """A JSON object that the server may or may not have."""
+    """Returns a JSON object of the server; an empty one if it does not serve it."""
     try:
         response = client.get(path)
         value = msgspec.json.decode(response.content) if response.is_success else None

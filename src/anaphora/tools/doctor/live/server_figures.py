@@ -1,6 +1,6 @@
-"""What a server's metrics say about its prefix cache: figures over the sample and since its start.
+"""Computes figures of a server's prefix cache from its metrics, over the sample and since its start.
 
-None stands for "unknown" throughout: a figure that the server does not tell is never taken for 0.
+None means unknown throughout: a figure that the server does not report never counts as 0.
 """
 
 from __future__ import annotations
@@ -30,39 +30,39 @@ _GAUGES = {
 _USE = ("vllm:kv_cache_usage_perc", "vllm:gpu_cache_usage_perc", "sglang:token_usage", "llamacpp:kv_cache_usage_ratio")
 
 
-def figures(seen: ScrapedServer) -> dict[str, Any]:
-    """All that can be said. Shares from 0 to 1, times in seconds, lengths in tokens."""
-    first, last = seen.pages[0], seen.pages[-1]
-    settings = cache_settings(seen)
-    sampled = Growth(last, first) if len(seen.pages) > 1 else None
+def figures(server: ScrapedServer) -> dict[str, Any]:
+    """Returns all figures: rates from 0 to 1, times in seconds, lengths in tokens. docs/doctor.md lists the keys."""
+    first, last = server.pages[0], server.pages[-1]
+    settings = cache_settings(server)
+    sampled = Growth(last, first) if len(server.pages) > 1 else None
     since_start = _window(Growth(last), settings["block_size"])
     data = {
-        "url": seen.url,
-        "engine": NAMES[seen.engine],
-        "version": seen.version,
-        "models": sorted({model for page in seen.pages for model in _label_values(page, "model_name")}),
+        "url": server.url,
+        "engine": NAMES[server.engine],
+        "version": server.version,
+        "models": sorted({model for page in server.pages for model in _label_values(page, "model_name")}),
         "engines": max(1, len(_label_values(last, "engine"))),
-        "seconds": seen.seconds,
-        "cache": settings | _use(seen.pages),
-        "caching": _caching(seen, settings, since_start),
-        "old": _old(seen),
-        "load": {name: _over_time(seen.pages, names) for name, names in _GAUGES.items()},
+        "seconds": server.seconds,
+        "cache": settings | _use(server.pages),
+        "caching": _caching(server, settings, since_start),
+        "old": _old(server),
+        "load": {name: _over_time(server.pages, names) for name, names in _GAUGES.items()},
         "sample": _window(sampled, settings["block_size"]) if sampled is not None else None,
         "since_start": since_start,
         "parts": list(_parts(sampled or Growth(last))),
         "misses": _misses(sampled or Growth(last)),
         "sizes": _sizes(Growth(last)),
     }
-    return data | {"notes": list(_notes(seen, data))}
+    return data | {"notes": list(_notes(server, data))}
 
 
 # --- The settings ----------------------------------------------------------------------------------------------------
 
 
-def cache_settings(seen: ScrapedServer) -> dict[str, Any]:
-    """Blocks, block size, capacity in tokens over all engines, KV dtype, and whether reuse is on as the server says."""
-    page, details = seen.pages[-1], seen.details
-    if seen.engine == "sglang":
+def cache_settings(server: ScrapedServer) -> dict[str, Any]:
+    """Returns blocks, block size, capacity in tokens over all engines, KV dtype, and whether caching is on."""
+    page, details = server.pages[-1], server.details
+    if server.engine == "sglang":
         labels = next(iter(page.labels("sglang:cache_config_info")), {})
         size = _int(labels.get("page_size")) or _int(details.get("page_size"))
         tokens = page.most("sglang:max_total_num_tokens") or _int(details.get("max_total_num_tokens"))
@@ -105,36 +105,36 @@ def _label_values(page: Page, label: str) -> set[str]:
     return {value for series in page.samples.values() for labels in series for name, value in labels if name == label}
 
 
-def _caching(seen: ScrapedServer, settings: dict[str, Any], since_start: dict[str, Any]) -> dict[str, Any]:
-    """``on``: True, False, or None; ``because``: how that is known."""
-    page = seen.pages[-1]
+def _caching(server: ScrapedServer, settings: dict[str, Any], since_start: dict[str, Any]) -> dict[str, Any]:
+    """Returns whether caching is ``on`` (True, False or None) and ``because``: how that is known."""
+    page = server.pages[-1]
     if settings["enabled"] is not None:
-        flag = "disable_radix_cache" if seen.engine == "sglang" else "enable_prefix_caching"
-        value = not settings["enabled"] if seen.engine == "sglang" else settings["enabled"]
+        flag = "disable_radix_cache" if server.engine == "sglang" else "enable_prefix_caching"
+        value = not settings["enabled"] if server.engine == "sglang" else settings["enabled"]
         return {"on": settings["enabled"], "because": f"the server says {flag}={value}"}
     gauge = page.most(HIT_RATE_GAUGE)
     if gauge is not None and gauge < 0:
         return {"on": False, "because": f"{HIT_RATE_GAUGE} is {gauge:g}, which means off"}
     if since_start["hit_rate"]:
         return {"on": True, "because": "it has hits"}
-    version = version_of(seen.version)
-    if seen.engine == "vllm" and version is not None:
+    version = version_of(server.version)
+    if server.engine == "vllm" and version is not None:
         usual = version >= (0, 8, 0)
-        which = f"version {seen.version} has it {'on' if usual else 'off'} unless a flag says otherwise"
+        which = f"version {server.version} has it {'on' if usual else 'off'} unless a flag says otherwise"
         return {"on": None, "because": f"the server does not say; {which}"}
-    if seen.engine == "llamacpp":
+    if server.engine == "llamacpp":
         return {"on": None, "because": "each request decides (cache_prompt, on by default)"}
     return {"on": None, "because": "the server does not say"}
 
 
-def _old(seen: ScrapedServer) -> dict[str, Any]:
-    """``too_old``: True, False, or None where the version tells nothing; ``because``: what it means for the cache."""
-    if seen.engine != "vllm":
-        known = seen.version is not None
+def _old(server: ScrapedServer) -> dict[str, Any]:
+    """Returns ``too_old`` (True, False, or None if unknown) and ``because``: what the version means for the cache."""
+    if server.engine != "vllm":
+        known = server.version is not None
         return {"too_old": None, "because": "" if known else "the server does not tell its version"}
-    version = version_of(seen.version)
+    version = version_of(server.version)
     if version is None:
-        which = f"{seen.version} is a build of its own" if seen.version else "the server does not tell its version"
+        which = f"{server.version} is a build of its own" if server.version else "the server does not tell its version"
         return {"too_old": None, "because": which}
     if version < (0, 4, 0):
         return {"too_old": True, "because": "prefix caching came with 0.4"}
@@ -178,13 +178,13 @@ def _window(growth: Growth, block_size: int | None) -> dict[str, Any]:
 
 
 def _external_rate(growth: Growth, looked: Hits | None) -> float | None:
-    """Share of the tokens looked up that vLLM did not find itself but in another store (a KV connector)."""
+    """Returns the share of the tokens looked up that vLLM found only in an external store (a KV connector)."""
     external = growth.total("vllm:external_prefix_cache_hits_total")
     return external / looked.looked_up if external is not None and looked is not None and looked.looked_up else None
 
 
 def _prefill_share(growth: Growth, prefill: float | None, latency: float | None) -> float | None:
-    """Of the requests' whole latency; of llama.cpp, which tells no more, of its computing time."""
+    """Returns the share of the requests' latency; for llama.cpp, which reports no latency, of its computing time."""
     if prefill is not None and latency:
         return prefill / latency
     computing = growth.total("llamacpp:prompt_seconds_total")
@@ -196,7 +196,7 @@ def _prefill_share(growth: Growth, prefill: float | None, latency: float | None)
 def _requests_hit(
     growth: Growth, looked: Hits | None, requests: float | None, block_size: int | None
 ) -> dict[str, float] | None:
-    """Share of requests with a hit as ``at_least`` and ``at_most``; None where nothing can be said."""
+    """Returns bounds of the share of requests with a hit, ``at_least`` and ``at_most``; None if nothing is known."""
     scheduled = growth.total("anaphora:requests_scheduled_total")
     if scheduled is not None:
         exact = (growth.total("anaphora:requests_hit_total") or 0.0) / scheduled if scheduled else None
@@ -212,14 +212,17 @@ def _requests_hit(
 
 
 def _shortened(growth: Growth) -> Iterator[float]:
-    """For each length: how many more requests computed at most so much than had prompts so short. Those had hits."""
+    """Yields for each length L the requests that computed at most L tokens minus those with prompts of at most L.
+
+    At least that many requests had a hit.
+    """
     prompts = growth.at_most("vllm:request_prompt_tokens")
     computed = growth.at_most("vllm:request_prefill_kv_computed_tokens")
     return (count - prompts[bound] for bound, count in computed.items() if bound in prompts)
 
 
 def _longest(growth: Growth) -> float | None:
-    """An upper bound of the longest prompt; None where it is not known."""
+    """Returns an upper bound of the longest prompt in tokens; None if unknown."""
     counts = sorted(growth.at_most("vllm:request_prompt_tokens").items())
     whole = counts[-1][1] if counts else 0
     bound = next((bound for bound, count in counts if whole and count >= whole), math.inf)
@@ -243,7 +246,7 @@ def _use(pages: list[Page]) -> dict[str, float | None]:
 
 
 def _parts(growth: Growth) -> Iterator[dict[str, Any]]:
-    """The hit rate of each model and engine behind the address, where there are several."""
+    """Yields the hit rate of each model and engine behind the address, if there are several."""
     keys = ("model_name", "engine", "dp_rank")
     split: dict[tuple[str, ...], dict[str, dict[tuple[tuple[str, str], ...], float]]] = {}
     for name, series in growth.after.samples.items():
@@ -260,43 +263,43 @@ def _parts(growth: Growth) -> Iterator[dict[str, Any]]:
 
 
 def _misses(growth: Growth) -> dict[str, int]:
-    """Anaphora alone tells why requests reused no more."""
+    """Counts the reasons why requests reused no more, which only Anaphora reports."""
     misses = growth.by_labels("anaphora:cache_misses_total")
     counts = ((labels.get("reason", "unknown"), round(value)) for labels, value in misses)
     return dict(sorted(((reason, count) for reason, count in counts if count), key=lambda item: -item[1]))
 
 
 def _sizes(growth: Growth) -> dict[float, float]:
-    """Anaphora alone tells: the hit rate since the start that a cache of so many times the size would have had."""
+    """Returns the hit rates since the start for other cache sizes (as multiples), which only Anaphora reports."""
     looked = growth.total("vllm:prefix_cache_queries_total")
     found = list(growth.by_labels("anaphora:prefix_cache_hits_at_size_total")) if looked else []
     sizes = ((number(labels.get("size")), value) for labels, value in found)
     return {size: value / looked for size, value in sizes if looked and size is not None and 0 < size <= MOST}
 
 
-def _notes(seen: ScrapedServer, data: dict[str, Any]) -> Iterator[str]:
-    if seen.broken:
-        yield f"the sample ended early, after {seen.seconds:.0f} s: {seen.broken}"
-    falls = sum(Growth(later, earlier).resets() for earlier, later in zip(seen.pages, seen.pages[1:], strict=False))
+def _notes(server: ScrapedServer, data: dict[str, Any]) -> Iterator[str]:
+    if server.broken:
+        yield f"the sample ended early, after {server.seconds:.0f} s: {server.broken}"
+    falls = sum(Growth(later, earlier).resets() for earlier, later in zip(server.pages, server.pages[1:], strict=False))
     if falls > 1:
         yield (
             f"counters fell {falls} times during the sample: several servers answer at this address in turn, so ask "
             "each of them by its own"
         )
     elif falls:
-        yield "counters fell during the sample: the server was started anew, and only what came after it counts"
+        yield "counters fell during the sample: the server was restarted, and only what came after it counts"
     sample = data["sample"]
     if sample is not None and not sample["requests"] and not sample["looked_up"]:
         known = sample["requests"] is not None or sample["looked_up"] is not None
         yield "no request ended during the sample" if known else "the server does not count its requests"
-    if seen.engine == "llamacpp":
+    if server.engine == "llamacpp":
         yield "llama.cpp counts only the prompt tokens that it computes, so its hit rate is unknown"
-    if seen.engine == "sglang" and data["since_start"]["found"] is None:
+    if server.engine == "sglang" and data["since_start"]["found"] is None:
         yield "sglang:cached_tokens_total is not there: an old version, or nothing was ever reused"
     if data["since_start"]["hit_rate"] is not None and data["since_start"]["found"] is None:
         yield "this version tells a hit rate since its start alone, not what it is made of"
     if data["since_start"]["unit"] == "blocks":
         yield "this version counts blocks, not tokens; the rates come out much the same"
-    version = version_of(seen.version) if seen.engine == "vllm" else None
+    version = version_of(server.version) if server.engine == "vllm" else None
     if version and version < (0, 11, 1) and data["since_start"]["preemptions"]:
         yield "before 0.11.1 a preempted request counts its own blocks as hits, so the hit rate looks better than it is"

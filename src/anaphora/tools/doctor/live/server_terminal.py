@@ -1,4 +1,4 @@
-"""A server's figures for people at a terminal."""
+"""Prints a server's figures at a terminal."""
 
 from __future__ import annotations
 
@@ -44,13 +44,14 @@ _ROWS: tuple[tuple[str, str, Callable[[Any], str]], ...] = (
     ("latency, mean", "latency_s", _seconds),
     ("preemptions", "preemptions", _count),
 )
-_OF_REQUESTS = {"mean_prompt", "hit_rate", "requests_hit", "prefill_s", "prefill_share", "queue_s", "ttft_s"}
-_OF_REQUESTS |= {"latency_s", "external_rate"}
-_FEW_TELL = {"requests_scheduled", "external_rate"}
-"""Rows that are left out where the server does not tell them."""
+_PER_REQUEST = {"mean_prompt", "hit_rate", "requests_hit", "prefill_s", "prefill_share", "queue_s", "ttft_s"}
+_PER_REQUEST |= {"latency_s", "external_rate"}
+_OPTIONAL = {"requests_scheduled", "external_rate"}
+"""Rows that are left out if the server does not report them."""
 
 
 def show(data: dict[str, Any], console: Console) -> None:
+    """Prints the values of ``server_figures.figures`` with the advice."""
     console.print(Text(_title(data), style="bold"))
     console.print(_line("caching", _caching(data)))
     if data["old"]["because"]:
@@ -123,7 +124,7 @@ def _table(data: dict[str, Any]) -> Table:
         table.add_column(name, justify="right")
     unit = next((window["unit"] for _, window in windows if window["unit"]), "tokens")
     for title, key, form in _ROWS:
-        if key in _FEW_TELL and not any(window[key] for _, window in windows):
+        if key in _OPTIONAL and not any(window[key] for _, window in windows):
             continue
         table.add_row(title.format(unit=unit), *(_cell(window, key, form) for _, window in windows))
     return table
@@ -133,7 +134,7 @@ def _cell(window: dict[str, Any], key: str, form: Callable[[Any], str]) -> str:
     if window[key] is not None:
         return form(window[key])
     nothing = window["requests"] == 0 or window["looked_up"] == 0
-    return "–" if key in _OF_REQUESTS and nothing else UNKNOWN
+    return "–" if key in _PER_REQUEST and nothing else UNKNOWN
 
 
 def _show_advice(advice: list[dict[str, str]], console: Console) -> None:

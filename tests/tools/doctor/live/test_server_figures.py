@@ -141,7 +141,7 @@ def test_anaphora_is_not_judged_by_vllms_versions() -> None:
     assert data["since_start"]["requests_hit"] == {"at_least": 0.4, "at_most": 0.4}
     assert data["misses"] == {"diverged": 6}
     assert data["since_start"]["requests_scheduled"] == 10
-    assert data["advice"][0]["do"].startswith("start it anew with --record")
+    assert data["advice"][0]["do"].startswith("restart it with --record")
     assert "without a restart, anaphora record --upstream http://server:8000" in data["advice"][0]["do"]
     lines = shown(data)
     assert "why not more 6 diverged (of the requests scheduled)" in lines
@@ -275,7 +275,7 @@ def test_several_models_have_a_rate_each() -> None:
 
 def test_a_restart_and_servers_that_take_turns_are_told() -> None:
     restarted = examined(pages.vllm(100), pages.vllm(3), pages.vllm(9))
-    assert any("started anew" in note for note in restarted["notes"])
+    assert any("was restarted" in note for note in restarted["notes"])
     assert restarted["sample"]["requests"] == 9
     turns = examined(*(pages.vllm(n) for n in (100, 3, 101, 4)))
     assert any("in turn" in note for note in turns["notes"])
@@ -361,7 +361,7 @@ def test_a_server_that_goes_away_is_reported_with_code_2(capsys: pytest.CaptureF
         (404, "", "serves no /metrics"),
         (501, "no", "--metrics"),
         (401, "", "--api-key"),
-        (200, "<html>", "no page in Prometheus' text format"),
+        (200, "<html>", "not in Prometheus' text format"),
         (200, "# TYPE up gauge\nup 1\n", "none of the names"),
     ],
 )
