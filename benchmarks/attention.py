@@ -1,8 +1,8 @@
-"""One layer's attention on a GPU: microseconds by batch, shared and not, by tile shape, and where sharing pays.
+"""Microseconds of one layer's attention on a GPU: by batch, with and without shared-prefix attention, by tile config.
 
     python benchmarks/attention.py [--tune] [--json FILE]
 
-Times are of CUDA graph replays over several layers' pools, so that no layer finds its keys in the cache.
+Times are of CUDA graph replays over the pools of several layers, so that no layer finds its keys in the L2 cache.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ OPTIONS = LayerOptions(128**-0.5)
 
 
 def make(rows: list[tuple[int, int, int]], groups: int) -> tuple[StepLayout, int]:
-    """Rows are (shared keys, own keys, new ones): the shared blocks are those of the row's group, in turn."""
+    """``rows`` are (shared keys, own keys, new tokens); row i shares the blocks of group i modulo ``groups``."""
     heads = [1 + g * 1024 for g in range(groups)]
     next_block = 1 + groups * 1024
     queries, members, row = [], [[] for _ in range(groups)], 0
@@ -107,7 +107,7 @@ def table() -> dict[str, dict[str, float]]:
 
 
 def gate() -> list[tuple[int, int, float, float]]:
-    """(members, keys, apart, shared): a batch that is one group."""
+    """Measure where sharing pays: (members, keys, µs without sharing, µs with) for batches of one group."""
     found = []
     gpu_plan.MIN_SHARED_KEYS = gpu_plan.MIN_SAVED_BYTES = 1
     for members in (2, 4, 8, 16, 32, 64):

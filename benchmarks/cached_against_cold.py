@@ -1,12 +1,12 @@
-"""Cached answers against cold ones on real conversations: how far apart are their logits?
+"""Compares the logits of cached answers with those of cold ones on real conversations.
 
     python benchmarks/cached_against_cold.py --data FOLDER [--prompts 60] [--json FILE]
 
 Takes requests of the airline log (``--data``: the folder with airline_conversations.jsonl), cut to 1,500 tokens, and
-runs each twice, greedily: with the cache off, and with it on after the others before it have left their prefixes.
-In float32 the logits of the first token are compared. In bfloat16 the answers are compared up to the first token that
-differs, where both runs stand behind the same tokens: a flip is explained where the cold run prefers its own token by
-no more than twice the largest difference of the logits there. What follows is not compared.
+runs each twice, greedily: with the cache off, and with it on after the requests before it have filled the cache. In
+float32 the logits of the first token are compared. In bfloat16 the answers are compared up to the first token that
+differs, where both runs have the same tokens so far: a flip is explained if the cold run prefers its own token by no
+more than twice the largest difference of the logits there. What follows is not compared.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
-"""What a KV cache in float8 does to the logits of a real model on real conversations.
+"""Measures how a float8 KV cache changes the log-probabilities of a real model on real conversations.
 
     python benchmarks/float8_cache.py --data FOLDER [--prompts 6] [--json FILE]
 
 Takes a request of each conversation of the airline log (``--data``: the folder with airline_conversations.jsonl), its
-last 1,000 tokens (what comes before is the same in all), and asks the embedded model for the log-probability of every
+last 1,000 tokens (what precedes them is the same in all), and asks the embedded model for the log-probability of every
 prompt token. Attention runs on the CPU; what it writes to the cache is rounded first as ``--kv-cache-dtype fp8`` rounds
 it on a GPU: e4m3 with a scale for each token and KV head.
-Beside it, as a measure: a cache in bfloat16 against one in float32. The model computes in float32 each time.
+For scale it also compares a bfloat16 cache with a float32 one. The model computes in float32 each time.
 """
 
 from __future__ import annotations

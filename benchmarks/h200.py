@@ -1,13 +1,13 @@
-"""The engine on one GPU: Qwen3-8B's shape with random weights, many requests that begin with the same tokens.
+"""Measures the engine on one GPU: Qwen3-8B's shape with random weights, many requests with a common prefix.
 
     python benchmarks/h200.py [--rows NAME ...] [--again] [--tiny] [--out FILE] [--commit ID]
     python benchmarks/h200.py --publish FILE
 
-What is stored already is passed over, and each row is stored as soon as it is measured. Beside the rows there are
+Rows that are stored already are skipped, and each row is stored as soon as it is measured. Besides the rows there are
 ``ceilings`` (of the GPU), ``calibration_h200`` and ``calibration_24g`` (what anaphora plan computes with). A row's
 requests are all sent at once: a system prompt of 2,300 tokens, 120 of their own, answers of 200. ``off`` runs without
-the cache, ``_unshared`` reads a shared prefix once a sequence instead of once a step, ``card24`` has 24 GiB.
-``--tiny`` is a rehearsal on any machine. ``--publish`` puts the calibration of a result where plan finds it.
+the cache, ``_unshared`` reads a shared prefix once per sequence instead of once per step, ``card24`` has 24 GiB.
+``--tiny`` is a dry run on any machine. ``--publish`` copies the calibration of a result to where plan reads it.
 """
 
 from __future__ import annotations
@@ -178,7 +178,7 @@ def main() -> None:
     parser.add_argument("--again", action="store_true", help="measure rows that are stored already")
     parser.add_argument("--tiny", action="store_true", help="a rehearsal with a tiny model")
     parser.add_argument("--out", type=Path, default=RESULTS / f"h200-{date.today()}.json")
-    parser.add_argument("--commit", help="of the code, where this is no git repository")
+    parser.add_argument("--commit", help="commit of the code, if this is not a git repository")
     parser.add_argument("--publish", type=Path, metavar="FILE", help="make this result's calibration that of plan")
     options = parser.parse_args()
     if options.publish:

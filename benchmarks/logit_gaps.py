@@ -1,12 +1,12 @@
-"""How far logits move with the way in which they are computed, at the size of ``h200.py``'s model and prompts.
+"""Measures how logits change with the way they are computed, at the size of ``h200.py``'s model and prompts.
 
     python benchmarks/logit_gaps.py [--tiny] [--out FILE] [--commit ID]
 
-The same tokens are computed with a prefix from the cache and without, with its reading shared and not, by CUDA graphs
-and without. A gap is the largest difference of two logits of a row, as a share of the standard deviation of the row's
-logits. What rounding alone does is shown by the same row in a smaller batch, whose products are made of other tiles.
-Random weights as they come would average all values alike, so attention is sharpened first: queries times 4, values
-times 8; then a difference in the last bit of one layer grows through the rest.
+The same tokens are computed with and without a cached prefix, shared-prefix attention, and CUDA graphs. A gap is the
+largest difference of two logits of a row, as a share of the standard deviation of the row's logits. For the effect of
+rounding alone, the same row is computed in a smaller batch, whose GEMMs use other tiles. Plain random weights would
+average all values equally, so attention is sharpened first: queries times 4, values times 8; then a difference in the
+last bit of one layer grows through the rest.
 """
 
 from __future__ import annotations
@@ -130,7 +130,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tiny", action="store_true", help="a rehearsal with a tiny model")
     parser.add_argument("--out", type=Path, default=RESULTS / f"logit-gaps-{date.today()}.json")
-    parser.add_argument("--commit", help="of the code, where this is no git repository")
+    parser.add_argument("--commit", help="commit of the code, if this is not a git repository")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         found = measure(Steps(Bench(TINY if options.tiny else FULL, Path(folder))))

@@ -14,7 +14,7 @@ from card.engines import CARD24, WHOLE, Bench, Job
 from card.meter import Metered
 
 STEPS = 24
-"""Decode steps of each measurement, the first few of which are left out."""
+"""Decode steps of each measurement; the first few are left out."""
 
 WARM_STEPS = 6
 
@@ -55,7 +55,7 @@ def calibrate(bench: Bench, kind: str) -> dict[str, Any]:
     """``prefill`` has rows of length, cached, tokens a second; ``decode`` of sequences, shared, own, milliseconds."""
     runner = bench.runner(kind)
     for pool in runner._backend.pools:
-        pool.normal_()  # what nobody wrote may be anything, not-a-number too
+        pool.normal_()  # uninitialised memory may hold NaN
     info = runner.info
     settings = bench.settings(kind).scheduler
     return {

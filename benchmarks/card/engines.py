@@ -109,7 +109,7 @@ def _longest_run(numbers: Sequence[int]) -> list[int]:
 
 
 class Bench:
-    """One loaded model; the runner over it is made anew where a row needs another kind."""
+    """One loaded model; the runner over it is rebuilt when a row needs another kind."""
 
     def __init__(self, size: Size, folder: Path) -> None:
         self.size = size

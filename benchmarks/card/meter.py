@@ -1,4 +1,4 @@
-"""A Runner around the real one that notes where the time of each step goes."""
+"""A Runner around the real one that records where the time of each step goes."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class _Timed:
 
 
 class Metered:
-    """``steps`` are in the order of submission, which is also that of the results."""
+    """Wraps a runner. ``steps`` are in the order of submission, which is also the order of the results."""
 
     def __init__(self, runner: ModelRunner) -> None:
         self.info, self.lookahead, self.warnings = runner.info, runner.lookahead, runner.warnings
@@ -92,10 +92,10 @@ class Metered:
 
 
 def parts(steps: Sequence[Step], seconds: Sequence[float]) -> dict[str, Any]:
-    """Medians of what ``steps`` took, which took ``seconds`` each, and how much of it the GPU had nothing to do.
+    """Medians of the parts of ``steps``, which took ``seconds`` each.
 
-    ``other_ms`` is the host beside submit and waiting: schedule, commit, and what takes the tokens. The GPU's idle time
-    is that between the end of a step and the beginning of the next; gaps between two kernels of a step are not in it.
+    ``other_ms`` is host time except submit and wait: schedule, commit, processing of the tokens. ``gpu_ms`` is the time
+    between the start and the end of a step's GPU work.
     """
     if not steps:
         return {}
@@ -113,7 +113,7 @@ def parts(steps: Sequence[Step], seconds: Sequence[float]) -> dict[str, Any]:
 
 
 def idle_share(steps: Sequence[Step]) -> float | None:
-    """Of the time from the first step's end to the last one's, for steps that follow each other."""
+    """The share of time between the first step's end and the last one's in which the GPU ran no step."""
     timed = [step for step in steps if step.begin is not None]
     if len(timed) < 2:
         return None

@@ -124,7 +124,7 @@ def float8(bench: Bench) -> Figures:
 
 
 def rows(bench: Bench) -> dict[str, Callable[[], Figures]]:
-    """By name, in the order in which they are measured: those of one runner together."""
+    """All rows by name, in the order of measurement: rows of one runner together."""
     found: dict[str, Callable[[], Figures]] = {
         "ttft_cold": partial(alone, bench, hit=False),
         "ttft_hit": partial(alone, bench, hit=True),

@@ -10,7 +10,7 @@ from typing import Any
 class Size:
     """Lengths in tokens; ``part`` divides the numbers of requests in the rows' names, ``seconds`` is of a steady row.
 
-    ``pools`` are sizes of the block pool, of a whole card and of one that stands for 24 GiB; None: what there is.
+    ``pools`` are pool sizes for the whole GPU and for the one limited to 24 GiB; None: as much as fits.
     """
 
     shared: int

@@ -1,4 +1,4 @@
-"""The GPU's kernels: on a GPU where there is one, otherwise a few of their programs on the CPU by the interpreter."""
+"""The Triton attention kernels: on a GPU if there is one, otherwise small launches in Triton's interpreter."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def attend(step: Step, dtype: torch.dtype, groups: tuple[PrefixGroup, ...] = ())
 
 
 def rounded(step: Step, dtype: torch.dtype) -> Step:
-    """The step as its dtype holds it, so that only the arithmetic is judged."""
+    """The step with its inputs rounded to ``dtype``, so that only the arithmetic is tested."""
     for index, (keys, values) in enumerate(zip(step.keys, step.values, strict=True)):
         step.keys[index] = keys.to(dtype).double()
         step.values[index] = values.to(dtype).double()
@@ -62,13 +62,13 @@ def rounded(step: Step, dtype: torch.dtype) -> Step:
 
 
 def check(step: Step, dtype: torch.dtype, groups: tuple[PrefixGroup, ...] = ()) -> torch.Tensor:
-    """Right to rounding, and no needle could have been left out unseen."""
+    """Run the step: it must be right to rounding, and leaving out any needle must show."""
     out = attend(step, dtype, groups)
     assert error(out, step.expected()) < TOLERANCE[dtype]
     for index, needles in enumerate(step.needles):
         for position in needles:
             faulty = step.expected(dropped=(index, position))
-            if not torch.equal(faulty, step.expected()):  # a needle behind the window's edge is seen by nobody
+            if not torch.equal(faulty, step.expected()):  # no row sees a needle outside the window
                 assert error(out, faulty) > TOLERANCE[dtype], f"sequence {index}, position {position}"
     return out
 
@@ -106,9 +106,9 @@ def test_options_with_and_without_groups(options: LayerOptions, dtype: torch.dty
     if options.sinks is not None:
         options = dataclasses.replace(options, sinks=options.sinks.to(DEVICE))
     shape = Shape(KVLayout(2, 64, 64), heads=4)
-    apart = check(make_step(shape, MIXED, options), dtype)
+    separate = check(make_step(shape, MIXED, options), dtype)
     together = check(make_step(shape, MIXED, options), dtype, (PrefixGroup(0, 2, (0, 3)),))
-    assert error(together, apart.double().cpu()) < 2 * TOLERANCE[dtype]
+    assert error(together, separate.double().cpu()) < 2 * TOLERANCE[dtype]
 
 
 TREE = (
@@ -136,7 +136,7 @@ def test_long_ranges_are_cut_and_merged(dtype: torch.dtype, monkeypatch: pytest.
 
 
 class GraphPlanned:
-    """A backend that plans as for a CUDA graph."""
+    """A backend that plans every step in a CUDA graph's static buffers."""
 
     def __init__(self, backend: TritonAttention, large_tiles: bool) -> None:
         backend.reserve_graphs(16)
@@ -148,7 +148,7 @@ class GraphPlanned:
         assert self._backend.plan_graph(layout, len(layout.slot_mapping), self._large_tiles) is self._large_tiles
 
 
-def test_lists_in_fixed_buffers(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_plan_in_static_buffers(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     shape = Shape(KVLayout(1, 64, 64), heads=12)
     step = rounded(make_step(shape, [*TREE[:5], TREE[1]], LayerOptions(0.125)), dtype)
     backend = backend_class("cuda")([shape.layout], 60, shape.block_size, dtype, DEVICE)
@@ -162,7 +162,7 @@ def test_lists_in_fixed_buffers(dtype: torch.dtype, monkeypatch: pytest.MonkeyPa
     assert backend.plan_graph(layout, 6) is None
 
 
-def test_a_mixed_batch_in_fixed_buffers(dtype: torch.dtype) -> None:
+def test_a_mixed_batch_in_static_buffers(dtype: torch.dtype) -> None:
     shape = Shape(KVLayout(1, 64, 64), heads=12)
     sequences = (
         Known(cached=37),
@@ -179,7 +179,7 @@ def test_a_mixed_batch_in_fixed_buffers(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("grouped", [False, True])
-def test_whether_a_step_has_large_tiles_is_read_off_it(grouped: bool) -> None:
+def test_a_step_tells_whether_it_needs_large_tiles(grouped: bool) -> None:
     shape = Shape(KVLayout(1, 64, 64), heads=12)
     backend = backend_class("cuda")([shape.layout], 60, shape.block_size, torch.float32, DEVICE)
     backend.reserve_graphs(16)
@@ -235,7 +235,7 @@ COMPUTED = torch.bfloat16 if ON_GPU else torch.float32
 
 
 def attend_float8(step: Step, groups: tuple[PrefixGroup, ...] = ()) -> torch.Tensor:
-    """Through a pool in float8; the step's keys and values become what the pool gives back."""
+    """Run the step over a float8 pool; its keys and values become those read back from the pool."""
     step, layout = rounded(step, COMPUTED), step.shape.layout
     blocks = 2 + max(max(table) for table in step.tables)
     backend = backend_class("cuda")([layout], blocks, step.shape.block_size, FLOAT8, DEVICE)
@@ -248,7 +248,7 @@ def attend_float8(step: Step, groups: tuple[PrefixGroup, ...] = ()) -> torch.Ten
 
 @pytest.fixture
 def any_layer(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The kernels are tried on more than is served."""
+    """Test the kernels on more layouts than are served."""
     monkeypatch.setattr(backend_module, "check_float8", lambda layout, options: None)
 
 
@@ -278,7 +278,7 @@ FLOAT8_CASES = {
 
 @pytest.mark.usefixtures("any_layer")
 @pytest.mark.parametrize("case", FLOAT8_CASES)
-def test_float8_is_exact_but_for_the_rounding_of_each_vector(case: str) -> None:
+def test_float8_is_exact_except_for_the_rounding_of_each_vector(case: str) -> None:
     for groups in ((), (PrefixGroup(0, 2, (0, 3)),)):
         step = make_step(FLOAT8_CASES[case][0], MIXED, FLOAT8_CASES[case][1])
         before = [keys.clone() for keys in step.keys]

@@ -1,4 +1,4 @@
-"""What the step list promises: every row sees each of its keys exactly once, and shared keys are read once a tile."""
+"""The GPU's attention plan: every row sees each of its keys exactly once, and shared keys are read once per tile."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ TILING = Tiling(queries_per_kv=4, small_rows=16, large_rows=128, target_programs
 
 
 def seen(step: AttentionPlan, queries: Sequence[QueryRange]) -> dict[int, list[tuple[int, int]]]:
-    """For each row its ranges of key positions, each checked to be of its own block table."""
+    """The ranges of key positions of each row; checks that they lie in its own block table."""
     found: dict[int, list[tuple[int, int]]] = {int(row): [] for row in range(len(step.positions))}
     owner = {row: q for q in queries for row in range(q.row, q.row + q.length)}
     for table, begin, end, lowest, first, length, _, _ in np.concatenate((step.small_items, step.large_items)):
@@ -52,7 +52,7 @@ def check(step: AttentionPlan, queries: Sequence[QueryRange]) -> None:
 
 
 def reads(step: AttentionPlan) -> int:
-    """Keys read, once a tile."""
+    """Number of keys read, once per tile."""
     return sum(int(end - begin) for _, begin, end, *_ in np.concatenate((step.small_items, step.large_items)))
 
 
@@ -87,7 +87,7 @@ def test_every_key_is_seen_once(shapes: list[tuple[int, int, int, int]], saved: 
         check(plan(queries, groups, BLOCK, TILING), queries)
 
 
-def test_a_shared_prefix_is_read_once_a_tile() -> None:
+def test_a_shared_prefix_is_read_once_per_tile() -> None:
     prefix = list(range(1, 145))
     queries = make([[*prefix, 1000 + slot] for slot in range(64)], [1] * 64)
     group = PrefixGroup(0, len(prefix), tuple(range(64)))
@@ -97,7 +97,7 @@ def test_a_shared_prefix_is_read_once_a_tile() -> None:
 
 
 @pytest.mark.parametrize(("rows", "blocks", "shares"), [(2, 15, False), (2, 16, True), (5, 144, False), (64, 64, True)])
-def test_the_gate_leaves_out_what_does_not_pay(rows: int, blocks: int, shares: bool) -> None:
+def test_the_cost_gate_rejects_groups_that_do_not_pay(rows: int, blocks: int, shares: bool) -> None:
     prefix = list(range(1, blocks + 1))
     queries = make([[*prefix, 1000 + slot] for slot in range(rows)], [1] * rows)
     group = PrefixGroup(0, blocks, tuple(range(rows)))
@@ -106,7 +106,7 @@ def test_the_gate_leaves_out_what_does_not_pay(rows: int, blocks: int, shares: b
     assert (reads(step) < reads(plan(queries, (), BLOCK, TILING))) == shares
 
 
-def test_a_group_left_out_goes_to_those_below_it() -> None:
+def test_the_keys_of_a_rejected_group_go_to_the_groups_nested_in_it() -> None:
     paths = [[1, *range(10, 40), 100 + slot] if slot < 2 else [1, 200 + slot] for slot in range(3)]
     queries = make(paths, [1] * 3)
     groups = (PrefixGroup(0, 1, (0, 1, 2)), PrefixGroup(1, 31, (0, 1)))

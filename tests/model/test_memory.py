@@ -78,7 +78,7 @@ GIB = 2**30
 
 @pytest.fixture
 def card(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """A GPU of 80 GiB of which 1 GiB is in use; what it is told is noted."""
+    """A GPU of 80 GiB with 1 GiB in use; records the memory limit that is set."""
     told: dict[str, Any] = {"free": 79 * GIB, "peak": 0}
     fakes: dict[str, Callable[..., Any]] = {
         "mem_get_info": lambda *_: (told["free"], 80 * GIB),

@@ -104,7 +104,7 @@ def test_a_cache_in_float8_moves_the_logits_a_little(
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA graphs need a GPU")
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_moe", "gpt_oss", "glm4_moe_lite"])
-def test_graphs_give_what_other_steps_give(family: str, tmp_path: Path) -> None:
+def test_graphs_give_the_logits_of_eager_steps(family: str, tmp_path: Path) -> None:
     folder = save(tmp_path, family, dtype=torch.bfloat16, **SHAPES.get(family, {}))
     eager = Recorder(folder, block_size=BLOCK, blocks=20, device="cuda", eager=True)
     graphs = Recorder(folder, block_size=BLOCK, blocks=20, device="cuda")
@@ -114,7 +114,7 @@ def test_graphs_give_what_other_steps_give(family: str, tmp_path: Path) -> None:
     run = graphs.runner._graphs.run
     graphs.runner._graphs.run = lambda inputs: ran.append(inputs) or run(inputs)
     assert gap(logits(graphs), logits(eager)) < 0.1
-    assert len(ran) == 5  # chunks, chunks beside decode rows, decode rows in a group
+    assert len(ran) == 5  # chunks, chunks together with decode rows, decode rows in a group
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="kernels are compiled for a GPU")

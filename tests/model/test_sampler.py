@@ -185,7 +185,7 @@ def test_a_row_is_the_same_alone_in_any_batch_on_any_slot_and_after_preemption(v
     together: list[list] = [[] for _ in MIXED]
     for step in range(steps):
         for i, sampling in enumerate(MIXED):
-            if step == 0 or (step + i) % 3 == 0:  # joined, or preempted and joined anew on another slot
+            if step == 0 or (step + i) % 3 == 0:  # joined, or preempted and joined again in another slot
                 slots[i] = 31 - slots[i] if step and 31 - slots[i] not in slots else slots[i]
                 sampler.join(join(slots[i], sampling, generated=tuple(token for token, _ in together[i])))
         order = sorted(range(len(MIXED)), key=lambda i: (i * 7 + step) % 5)

@@ -1,4 +1,4 @@
-"""Steps of paged attention with needles at every boundary, a poisoned pool, and what float64 makes of them."""
+"""Steps of paged attention with needles at every boundary, a pool full of NaN, and the expected output in float64."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ NEEDLE = 8.0
 
 @dataclass(frozen=True)
 class Shape:
-    """Of a layer: ``heads`` query heads over those of ``layout``."""
+    """The shape of a layer: ``heads`` query heads over the KV heads of ``layout``."""
 
     layout: KVLayout
     heads: int
@@ -212,7 +212,7 @@ def read_row(row: Tensor, layout: KVLayout) -> tuple[Tensor, Tensor]:
 
 @contextmanager
 def poisoned() -> Iterator[None]:
-    """Tensors that nobody filled hold not-a-number."""
+    """Inside, uninitialised tensors hold NaN."""
     torch.use_deterministic_algorithms(True)
     try:
         yield
