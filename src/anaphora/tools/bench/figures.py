@@ -113,10 +113,10 @@ def figures_of(seen: Round, load: Load) -> Figures:
 
 def _hit_rates(seen: Round) -> Figures:
     cached = [(result.cached_tokens, result.prompt_tokens) for result in seen.good if result.cached_tokens is not None]
-    told = len(cached) == len(seen.good)
+    complete = len(cached) == len(seen.good)
     rates: Figures = {
         "hit_rate": token_hit_rate(seen)[0],
-        "hit_rate_requests": sum(is_hit(length, hit) for hit, length in cached) / len(cached) if told else None,
+        "hit_rate_requests": sum(is_hit(length, hit) for hit, length in cached) / len(cached) if complete else None,
     }
     prompts = [result.request.tokens for result in seen.good]
     if all(prompts):
