@@ -387,3 +387,11 @@ def test_options_of_logs_are_refused(wrong: dict[str, Any]) -> None:
 def test_addresses_that_are_none(url: str) -> None:
     with pytest.raises(ConfigError, match="not a server address"):
         run(DoctorOptions(log=url, sample=0))
+
+
+def test_the_docs_name_every_figure_of_a_server() -> None:
+    docs = Path(__file__).resolve().parents[4] / "docs" / "doctor.md"
+    listed = docs.read_text("utf-8").partition("In `--json FILE`, `sample`")[2].partition("The exit code is 2")[0]
+    data = figures(ScrapedServer("http://a", "vllm", "0.11.0", {}, [parse("vllm:num_requests_running 0")]))
+    names = {*data, *data["since_start"]} - {"sample"}
+    assert [name for name in sorted(names) if f"`{name}`" not in listed] == []
