@@ -369,7 +369,8 @@ class _ProgressBar:
         return self
 
     def __exit__(self, *exc_info: object) -> None:
-        self._progress.stop()
+        if not self._progress.disable:  # rich before 15 ends a disabled progress with an empty line
+            self._progress.stop()
 
     def count(self, update: SequenceUpdate, delta: ChoiceDelta, finished: bool) -> None:
         self._generated += len(delta.token_ids)

@@ -31,7 +31,7 @@ except ImportError as error:
 TASKS_PER_THREAD = 4
 """Attention tasks a thread that a chunk is cut into, so that no thread waits long for the others."""
 
-_LAYER_FIELDS = attention_generic.ATTEND.names[attention_generic.ATTEND.names.index("tiles") :]
+_LAYER_FIELDS = launch.fields_from(attention_generic.ATTEND, "tiles")
 """Fields of a step's record that each layer sets."""
 
 
@@ -133,7 +133,9 @@ class KVWriter:
     def __init__(self, slots: Tensor) -> None:
         self._slots = slots
         self._workers = launch.threads() if len(slots) > write_kv.WRITE_ROWS else 1
-        self._call = launch.Call(write_kv.write_rows, write_kv.WRITE, write_kv.WRITE.names[3:], {})
+        self._call = launch.Call(
+            write_kv.write_rows, write_kv.WRITE, launch.fields_from(write_kv.WRITE, "num_rows"), {}
+        )
 
     def write(self, layout: KVLayout, pool: Tensor, key: Tensor, value: Tensor | None, by_panels: bool) -> None:
         """``key`` and ``value`` ``[Hkv, T, D]`` to ``pool`` ``[S, W]``."""
@@ -142,8 +144,8 @@ class KVWriter:
             key, value = key.to(pool.dtype), value.to(pool.dtype)
         key = _dense(key)
         value = None if value is None else _dense(value)
-        where = (self._slots.shape[0], self._slots.data_ptr(), int(by_panels), pool.data_ptr())
-        where += (launch.DTYPES[pool.dtype], layout.width)
+        target = (int(by_panels), pool.data_ptr(), launch.DTYPES[pool.dtype], layout.width)
+        where = (self._slots.shape[0], self._slots.data_ptr(), *target)
         keys = (key.data_ptr(), layout.key_size, key.stride(0), key.stride(1))
         values = (0, 0, 0, 0)
         if value is not None:

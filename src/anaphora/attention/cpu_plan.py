@@ -77,7 +77,9 @@ class _Planner:
         for query in self.layout.queries:
             if query.length > 1 or query.prompt:
                 self._chunk(query, chunk_rows)
-        merged, merges, shares = np.zeros(len(self.ends), np.int32), [], []
+        merged = np.zeros(len(self.ends), np.int32)
+        merges: list[tuple[int, int, int]] = []
+        shares: list[int] = []
         for index, (row, places) in enumerate(self.shares.items()):
             merged[row] = index
             merges.append((row, len(shares), len(shares) + len(places)))

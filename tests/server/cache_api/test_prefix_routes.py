@@ -363,7 +363,11 @@ async def test_the_formats_of_a_warm_file(server: EngineServer, tmp_path: Path, 
         ('[{"prompt": "a"}, 7]', "entry 2: the body must be a JSON object"),
         ('{"prompt": "a", "cache_slat": "s"}', "cache_slat"),
         ('"a"\n"\\ud83d"', "line 2: not a request body: .*surrogates"),
-        ('"a"\n' + "[" * 9000 + "]" * 9000, "line 2: not valid JSON: maximum recursion depth"),
+        # From Python 3.13 on the parser itself goes this deep.
+        (
+            '"a"\n' + "[" * 9000 + "]" * 9000,
+            "line 2: (not valid JSON: maximum recursion|the body must be a JSON object)",
+        ),
         ("[" * 100_000, "line 1: not valid JSON: maximum recursion depth"),
     ],
 )

@@ -70,6 +70,12 @@ def fields(*names: str, real: Sequence[str] = ()) -> np.dtype[Any]:
     return np.dtype(integers + [(name, np.float64) for name in real], align=True)
 
 
+def fields_from(record: np.dtype[Any], first: str) -> tuple[str, ...]:
+    """Returns the names of the record's fields from ``first`` on."""
+    names = record.names or ()
+    return names[names.index(first) :]
+
+
 def aligned_bytes(size: int) -> Tensor:
     """Returns ``size`` bytes of uninitialized memory, uint8, that begin at a cache line.
 

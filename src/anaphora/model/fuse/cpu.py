@@ -42,7 +42,7 @@ def fuse_norm_rope(base: nn.Module, arguments: Mapping[str, Any]) -> int:
     """
     if not observable(base):
         return 0
-    norms = [module for module in base.modules() if _is_rms_norm(module)]
+    norms: list[Any] = [module for module in base.modules() if _is_rms_norm(module)]
     attentions = [module for module in base.modules() if _rotates(module)]
     calls = observe(base, arguments, [*norms, *attentions], EchoAttention(), SAMPLE_ROWS)
     count = 0
@@ -91,7 +91,7 @@ class RotaryEmbedding:
     """Rotary embedding of both halves of each head by one compiled kernel instead of fourteen torch operations."""
 
     def __init__(self) -> None:
-        self._call = launch.Call(norm_rope.rotate_rows, norm_rope.ROTATE, norm_rope.ROTATE.names[3:], {})
+        self._call = launch.Call(norm_rope.rotate_rows, norm_rope.ROTATE, launch.fields_from(norm_rope.ROTATE, "x"), {})
 
     def __call__(self, query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
         """Rotates ``query`` and ``key`` ``[1, H, T, D]`` in place by ``cos`` and ``sin`` ``[1, T, D]``.

@@ -52,7 +52,7 @@ def fuse(base: nn.Module, options: Mapping[int, LayerOptions], layouts: Sequence
 def _usual(layer: Any) -> bool:
     """Whether the layer has the parts that the kernel knows, in bfloat16, and of sizes that fill tiles."""
     attention, mlp = getattr(layer, "self_attn", None), getattr(layer, "mlp", None)
-    linear = [getattr(attention, name, None) for name in ("q_proj", "k_proj", "v_proj", "o_proj")]
+    linear: list[Any] = [getattr(attention, name, None) for name in ("q_proj", "k_proj", "v_proj", "o_proj")]
     linear += [getattr(mlp, name, None) for name in ("gate_proj", "up_proj", "down_proj")]
     norms = [getattr(layer, name, None) for name in ("input_layernorm", "post_attention_layernorm")]
     inner = [getattr(attention, name, None) for name in ("q_norm", "k_norm")]
@@ -113,7 +113,7 @@ class FusedDecoder(nn.Module):
             "eps": layer.input_layernorm.variance_epsilon,
         }
         self._memory = Memory()
-        brought = decoder_amx.DECODE.names[decoder_amx.DECODE.names.index("phases") : -1]
+        brought = launch.fields_from(decoder_amx.DECODE, "phases")[:-1]
         self._call = launch.Call(decoder_amx.decode, decoder_amx.DECODE, brought, given)
 
     def put(self, index: int, layer: Any) -> None:

@@ -97,12 +97,12 @@ def _is_rms_norm(module: Any) -> bool:
 def _fuse_attention(layer: Any, options: LayerOptions, calls: Sequence[Call]) -> bool:
     """One GEMM for query, key and value; their norms and the rotary embedding in one kernel."""
     module = getattr(layer, "self_attn", None)
-    parts = [getattr(module, name, None) for name in ("q_proj", "k_proj", "v_proj")]
+    parts: list[Any] = [getattr(module, name, None) for name in ("q_proj", "k_proj", "v_proj")]
     size = getattr(module, "head_dim", None)
     if module is None or size is None or not all(type(part) is nn.Linear for part in parts):
         return False
     query, key, value = (part.out_features // size for part in parts)
-    norms = [getattr(getattr(module, name, None), "forward", None) for name in ("q_norm", "k_norm")]
+    norms: list[Any] = [getattr(getattr(module, name, None), "forward", None) for name in ("q_norm", "k_norm")]
     normed = all(isinstance(norm, FusedNorm) for norm in norms)
     if key != value or any(norms) != normed or (normed and any(len(norm.weight) != size for norm in norms)):
         return False
@@ -130,9 +130,10 @@ def _fuse_attention(layer: Any, options: LayerOptions, calls: Sequence[Call]) ->
 def _fuse_mlp(layer: Any, calls: Sequence[Call]) -> bool:
     """One GEMM for gate and up; SiLU and their product in one kernel."""
     module = getattr(layer, "mlp", None)
-    gate, up, down = (getattr(module, name, None) for name in ("gate_proj", "up_proj", "down_proj"))
-    if module is None or not all(type(part) is nn.Linear for part in (gate, up, down)):
+    parts: list[Any] = [getattr(module, name, None) for name in ("gate_proj", "up_proj", "down_proj")]
+    if module is None or not all(type(part) is nn.Linear for part in parts):
         return False
+    gate, up, down = parts
     merged = _merge([gate, up])
     if merged is None:
         return False
@@ -152,10 +153,12 @@ def _fuse_mlp(layer: Any, calls: Sequence[Call]) -> bool:
 def _fuse_add_norm(layer: Any, following: Any, calls: Sequence[Call]) -> bool:
     """Adds to the residual stream in the kernel of the norm that comes next, also that of the ``following`` layer."""
     names = ("input_layernorm", "post_attention_layernorm")
-    first, second = (getattr(getattr(layer, name, None), "forward", None) for name in names)
-    third = getattr(getattr(following, names[0], None) or getattr(following, "norm", None), "forward", None)
-    if not all(isinstance(norm, FusedNorm) for norm in (first, second, third)):
+    modules = [*(getattr(layer, name, None) for name in names), getattr(following, names[0], None)]
+    modules[2] = modules[2] or getattr(following, "norm", None)
+    norms = [norm for module in modules if isinstance(norm := getattr(module, "forward", None), FusedNorm)]
+    if len(norms) < 3:
         return False
+    first, second, third = norms
     if sum(type(child).__name__.endswith("RMSNorm") for child in layer.children()) != len(names):
         return False
     attention, mlp = layer.self_attn, layer.mlp
@@ -163,8 +166,8 @@ def _fuse_add_norm(layer: Any, following: Any, calls: Sequence[Call]) -> bool:
     def forward(hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         attended: Tensor = attention(hidden_states=first(hidden_states), **kwargs)[0]
         second.add(attended, hidden_states)
-        out = mlp(second(attended))
-        out = out[0] if isinstance(out, tuple) else out
+        found = mlp(second(attended))
+        out: Tensor = found[0] if isinstance(found, tuple) else found
         third.add(out, attended)
         return out
 

@@ -70,7 +70,7 @@ class AmxLinear(nn.Module):
             "bias": 0 if bias is None else self._kept[1].data_ptr(),
             "tiles": amx.TILE_CONFIGS.ctypes.data,
         }
-        brought = gemm_amx.LINEAR.names[gemm_amx.LINEAR.names.index("x") :]
+        brought = launch.fields_from(gemm_amx.LINEAR, "x")
         self._call = launch.Call(gemm_amx.linear, gemm_amx.LINEAR, brought, given)
 
     def forward(self, x: Tensor) -> Tensor:

@@ -74,8 +74,9 @@ class Call:
     @property
     def hidden(self) -> Tensor:
         """The module's first input, ``[1, T, hidden]`` for a layer."""
-        first: Tensor = self.args[0] if self.args else next(iter(self.kwargs.values()))
-        return self.kwargs.get("hidden_states", first)
+        first = self.args[0] if self.args else next(iter(self.kwargs.values()))
+        hidden: Tensor = self.kwargs.get("hidden_states", first)
+        return hidden
 
     def matches(self, run: Callable[..., Any] | None = None) -> bool:
         """Whether ``run`` (the module as it is now, if None) gives the same for the same inputs."""
@@ -144,7 +145,7 @@ def replace_forward(module: nn.Module, forward: Callable[..., Any], calls: Seque
     Otherwise the module is left as it was. Without a call nothing is proved and nothing replaced.
     """
     before = vars(module).get("forward")
-    module.forward = forward  # type: ignore[method-assign]
+    module.forward = forward
     if calls and all(call.matches() for call in calls):
         return True
     del module.forward
