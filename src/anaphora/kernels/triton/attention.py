@@ -232,21 +232,21 @@ def paged_attention(
             normaliser = rescale / (row_sum * rescale + tl.exp2(sink - new_max))
         else:
             normaliser = 1 / nonzero_sum
-        target = out + (row.to(tl.int64) * (HEADS * G) + query_heads) * VALUE
-        tl.store(target[:, None] + offs_a, (acc_a * normaliser[:, None]).to(out.dtype.element_ty), mask=valid[:, None])
+        out_row = out + (row.to(tl.int64) * (HEADS * G) + query_heads) * VALUE
+        tl.store(out_row[:, None] + offs_a, (acc_a * normaliser[:, None]).to(out.dtype.element_ty), mask=valid[:, None])
         if VALUE_B > 0:
             offs_b = VALUE_A + tl.arange(0, VALUE_B)[None, :]
             rounded = (acc_b * normaliser[:, None]).to(out.dtype.element_ty)
-            tl.store(target[:, None] + offs_b, rounded, mask=valid[:, None] & (offs_b < VALUE))
+            tl.store(out_row[:, None] + offs_b, rounded, mask=valid[:, None] & (offs_b < VALUE))
     else:
         line = partial.to(tl.int64) * (HEADS * G) + query_heads
         normaliser = 1 / nonzero_sum
         tl.store(partial_lse + line, row_max + tl.log2(nonzero_sum), mask=valid)
-        target = partial_out + line[:, None] * VALUE
-        tl.store(target + offs_a, acc_a * normaliser[:, None], mask=valid[:, None])
+        partial_row = partial_out + line[:, None] * VALUE
+        tl.store(partial_row + offs_a, acc_a * normaliser[:, None], mask=valid[:, None])
         if VALUE_B > 0:
             offs_b = VALUE_A + tl.arange(0, VALUE_B)[None, :]
-            tl.store(target + offs_b, acc_b * normaliser[:, None], mask=valid[:, None] & (offs_b < VALUE))
+            tl.store(partial_row + offs_b, acc_b * normaliser[:, None], mask=valid[:, None] & (offs_b < VALUE))
 
 
 @triton.jit
