@@ -196,7 +196,10 @@ class Splitter:
                 self._state = Framing.RAW
             return None, data
         raw, rest = data[: match.end()], data[match.end() :]
-        line, *lines = re.split(rb"\r?\n", _FOLD.sub(b" ", raw[start:].rstrip(b"\r\n")))
+        text = raw[start:].rstrip(b"\r\n")
+        if b"\n " in text or b"\n\t" in text:
+            text = _FOLD.sub(b" ", text)
+        line, *lines = re.split(rb"\r?\n", text)
         if b"HTTP/1." not in line or any(b":" not in one for one in lines):
             self._state = Framing.RAW
             return None, data
