@@ -1,4 +1,4 @@
-"""Request bodies of several APIs to one shape: chat messages, tools as they were sent, and what else the log says."""
+"""Converts request bodies of several APIs to one form: chat messages, tools as sent, and the metadata of the log."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _RESPONSE_KEYS = ("response", "response_body", "completion", "output", "result")
 
 
 class NotARequest(ValueError):
-    """A line without a request; the message says why."""
+    """Raised for a line without a usable request; the message gives the reason."""
 
 
 @dataclass(slots=True)
@@ -52,7 +52,7 @@ class LoggedRequest:
 
 
 def requests_of(value: Any, line: int) -> Iterator[LoggedRequest]:
-    """The requests that one JSON value holds. Raises NotARequest."""
+    """Yields the requests in one JSON value of the log's line number ``line``. Raises NotARequest if there is none."""
     if not isinstance(value, dict):
         raise NotARequest(f"a JSON {type(value).__name__}, not an object")
     if (found := otel_spans.requests_in(value)) is not None:
@@ -155,7 +155,7 @@ def _number(value: Any) -> float | None:
 
 
 _MOST = 1e30
-"""No time and no duration is larger, in whatever unit."""
+"""Larger numbers are neither times nor durations, whatever their unit."""
 
 
 def _time(place: dict[str, Any]) -> float | None:
@@ -209,7 +209,7 @@ def _messages(body: dict[str, Any]) -> tuple[list[dict[str, Any]], list[str]]:
 
 
 def _plain_parts(content: Any) -> Any:
-    """Text, or a list of text parts; what is no text is named by its kind and its digest of content."""
+    """Returns a text, or a list of text parts; a part that is not text becomes its type and a digest of its content."""
     if content is None or isinstance(content, str):
         return content
     if not isinstance(content, list):
@@ -224,16 +224,17 @@ def _part_text(part: Any) -> str:
         for key in ("text", "refusal", "content", "thinking"):
             if isinstance(part.get(key), str):
                 return str(part[key])
-    # An image or a file: different ones must differ, the same one must not.
+    # For an image or a file: equal ones give equal texts, different ones do not.
     return f"<{part.get('type', 'part') if isinstance(part, dict) else 'part'} {hash_text(part)}>"
 
 
 def hash_text(value: Any) -> str:
+    """Returns 16 hexadecimal digits of the SHA-256 of a JSON value."""
     return hashlib.sha256(json.dumps(value, ensure_ascii=False).encode()).hexdigest()[:16]
 
 
 def _converted(message: dict[str, Any], where: str) -> Iterator[dict[str, Any]]:
-    """One message of any API as OpenAI chat messages (a list of Anthropic tool results becomes several)."""
+    """Yields a message of any API as OpenAI chat messages; a list of Anthropic tool results becomes several."""
     kind = message.get("type")
     if kind == "function_call":
         call = {"name": str(message.get("name")), "arguments": message.get("arguments") or "{}"}

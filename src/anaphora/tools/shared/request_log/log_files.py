@@ -1,4 +1,4 @@
-"""Logs of many kinds, mixed if need be, to requests: line by line, so that a log may be larger than memory."""
+"""Reads requests from log files of many formats, also mixed; line by line, so that a log may be larger than memory."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ BadLine = Callable[[int, str], None]
 
 
 def read_requests(path: str, bad: BadLine, seen: Callable[[int], None] = lambda _: None) -> Iterator[LoggedRequest]:
-    """The requests of a log in order; ``-`` is standard input.
+    """Yields the requests of a log in order; ``-`` is standard input.
 
-    ``bad`` gets the number of each line that holds no request, and why; ``seen`` the bytes read so far. Raises
-    ConfigError where the file cannot be read.
+    ``bad`` is called with the number of each line without a request and the reason, ``seen`` with the bytes read so
+    far. Raises ConfigError if the file cannot be read.
     """
     try:
         with _open(path) as lines:
@@ -71,7 +71,10 @@ def _requests(lines: IO[bytes], plain: bool, bad: BadLine, seen: Callable[[int],
 
 
 def _value(line: bytes, decoder: msgspec.json.Decoder[Any], log: VllmLogReader, plain: bool) -> Any:
-    """What one line holds, _NOTHING for a server's line about something else. ValueError says why it is of no use."""
+    """Returns the value of one line, or _NOTHING for a server's line about something else.
+
+    Raises ValueError with the reason if the line cannot be used.
+    """
     if plain:
         return {"prompt": line.decode("utf-8", "replace")}
     try:
@@ -95,17 +98,17 @@ def _checked(value: Any, number: int, bad: BadLine) -> Iterator[LoggedRequest]:
     except RecursionError:
         bad(number, "it is nested too deeply")
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
-        # Of all the forms of logs no field is sure to hold what it should; one line is lost by that, not the log.
+        # In an unknown format any field may have an unexpected type: only this line is lost, not the log.
         bad(number, f"a field does not hold what belongs there: {error}"[:300])
 
 
 def _document(text: bytes, number: int, log: VllmLogReader, bad: BadLine) -> Iterator[LoggedRequest]:
-    """A file that is one JSON value over several lines: an array of requests, a trace, or one request."""
+    """Reads a file that is one JSON value over several lines: an array of requests, a trace, or one request."""
     decoder = msgspec.json.Decoder()
     try:
         value = decoder.decode(text)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        # Not one value: one bad line among others, then.
+        # It is not one value, so the first line is just a bad line.
         _first, _, rest = text.partition(b"\n")
         bad(number, f"no JSON: {error}")
         for offset, line in enumerate(rest.split(b"\n"), 1):

@@ -1,4 +1,4 @@
-"""What the model wrote, where a log holds its responses: the text, and its tokens as they were generated."""
+"""Reads the model's answer from a logged response: its text, and its tokens as they were generated."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ class Answer:
 
 
 def answer_of(*places: Any) -> Answer | None:
-    """The answer in the first of ``places`` that has one.
+    """Returns the answer in the first of ``places`` that has one.
 
-    None where the raw text is not known: with several choices, tool calls, or reasoning that the server took out.
+    Returns None if the generated text is unknown: with several choices, tool calls, or reasoning that was removed.
     """
     for place in places:
         if isinstance(place, dict):

@@ -1,4 +1,4 @@
-"""OpenTelemetry gen_ai spans to request bodies: trace files, OTLP JSON, and one span a line."""
+"""Reads request bodies from OpenTelemetry gen_ai spans: trace files, OTLP JSON, and one span a line."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 
 def requests_in(value: dict[str, Any]) -> list[dict[str, Any]] | None:
-    """Objects with ``body``, ``usage``, time and session, one a chat span; None where the value is no trace."""
+    """Returns objects with ``body``, ``usage``, time and session, one a chat span; None if the value is not a trace."""
     spans = list(_spans(value))
     if not spans:
         return None
@@ -29,7 +29,7 @@ def _spans(value: dict[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def _objects(value: Any) -> list[dict[str, Any]]:
-    """The objects of what should be a list of them."""
+    """Returns the objects in a list; an empty list for any other value."""
     return [item for item in value if isinstance(item, dict)] if isinstance(value, list) else []
 
 
@@ -46,7 +46,7 @@ def _attributes(span: dict[str, Any]) -> dict[str, Any]:
 
 
 def _any_value(value: Any) -> Any:
-    """OTLP's AnyValue: ``{"stringValue": ...}`` and its like."""
+    """Unwraps OTLP's AnyValue, such as ``{"stringValue": ...}``."""
     if not isinstance(value, dict):
         return value
     if "arrayValue" in value:
@@ -93,7 +93,7 @@ def _request(span: dict[str, Any], attributes: dict[str, Any]) -> dict[str, Any]
 
 
 def _numbered(attributes: dict[str, Any]) -> list[dict[str, Any]]:
-    """The older form ``gen_ai.prompt.0.role``, ``gen_ai.prompt.0.content``."""
+    """Reads messages from the older attributes ``gen_ai.prompt.0.role``, ``gen_ai.prompt.0.content``."""
     messages: list[dict[str, Any]] = []
     while (role := attributes.get(f"gen_ai.prompt.{len(messages)}.role")) is not None:
         messages.append({"role": role, "content": attributes.get(f"gen_ai.prompt.{len(messages)}.content")})
@@ -101,7 +101,7 @@ def _numbered(attributes: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _message(message: Any) -> dict[str, Any]:
-    """Parts of the conventions have ``content`` where OpenAI's have ``text``."""
+    """Converts a message to OpenAI's form, in which parts have ``text`` instead of ``content``."""
     if not isinstance(message, dict):
         return {"role": "user", "content": str(message)}
     parts = message.get("parts", message.get("content"))

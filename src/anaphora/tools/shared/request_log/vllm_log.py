@@ -1,12 +1,12 @@
-"""Requests in the text that vLLM's server logs with ``--enable-log-requests``.
+"""Reads requests from the log of a vLLM server started with ``--enable-log-requests``.
 
-Its versions write the rendered prompt, as Python writes a string, into one line:
+vLLM writes the rendered prompt as a Python string literal into one line:
 
     INFO 02-19 16:05:43 logger.py:37] Received request ID: prompt: '…', params: SamplingParams(…), prompt_token_ids: …
     (APIServer pid=1) INFO 11-05 12:39:35 [logger.py:40] Received request ID: prompt: '…', params: SamplingParams(…), …
     (APIServer pid=1) DEBUG 03-01 09:00:00 [logger.py:33] Request ID details: prompt: '…', prompt_token_ids: …
 
-The last is today's, written only where VLLM_LOGGING_LEVEL is DEBUG; its INFO line has the parameters alone.
+The last form is today's, written only if VLLM_LOGGING_LEVEL is DEBUG; its INFO line has only the parameters.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ _WRAPPERS = ("log", "message", "msg", "MESSAGE")
 
 
 class VllmLogReader:
-    """Reads the lines of one log, which may be mixed with others."""
+    """Reads the lines of one log, which may be mixed with other programs' lines."""
 
     def __init__(self) -> None:
         self._found = False
 
     def read(self, text: str) -> dict[str, Any] | None:
-        """The request that a line of text holds; None for one that the server wrote about something else.
+        """Returns the request in a line; None for a line that the server wrote about something else.
 
-        ValueError, with the reason, for a line that is neither or whose request cannot be used.
+        Raises ValueError with the reason for any other line, or if the request cannot be used.
         """
         if match := _PROMPT.search(text):
             self._found = True
@@ -53,7 +53,7 @@ class VllmLogReader:
         raise ValueError("neither JSON nor a line of a server's log")
 
     def unwrap(self, value: dict[str, Any]) -> str | None:
-        """The server's line in a JSON object that a log collector made of it; None where it is no such object."""
+        """Returns the server's line from a log collector's JSON object; None if the object is something else."""
         text = next((value[key] for key in _WRAPPERS if isinstance(value.get(key), str)), None)
         if text is None or any(key in value for key in ("messages", "prompt", "body", "request")):
             return None
@@ -68,7 +68,7 @@ def _text(literal: str) -> str:
 
 
 def _time(text: str) -> float | None:
-    """Unix time. The log has no year: it is the latest that is not in the future."""
+    """Returns Unix time. The log has no year, so it is the latest year that is not in the future."""
     match = _TIME.search(text)
     if match is None:
         return None
