@@ -107,7 +107,7 @@ def test_dummy_weights_need_a_config_alone(tmp_path: Path) -> None:
 def test_float8_checkpoints_are_widened_as_they_are_read(
     tmp_path: Path, family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cpu, "pack_linear_layers", lambda *_: None)  # so that the weights can be seen
+    monkeypatch.setattr(cpu, "pack_linear_layers", lambda *_, **__: None)  # so that the weights can be seen
     folder = save(tmp_path, family, dtype=torch.bfloat16)
     exact = {name: weight.float() for name, weight in load(folder).model.named_parameters()}
     to_float8(folder)
