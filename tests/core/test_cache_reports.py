@@ -115,7 +115,7 @@ def test_a_request_that_is_preempted_keeps_its_first_report() -> None:
     updates = run(engine)
     stats = engine.stats()
     assert stats.preemptions
-    assert stats.requests == sum(stats.misses.values()) == 3
+    assert stats.requests == sum(stats.reasons.values()) == 3
     assert stats.hits == sum(report_of(updates[f"r{number}", 0]).cached_tokens for number in range(3)) == 0
     assert stats.hits_four_times == stats.hits_twice == stats.hits_half == 0
 

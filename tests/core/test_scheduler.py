@@ -232,10 +232,10 @@ def test_requests_that_can_never_be_served_are_refused_with_the_limit() -> None:
 
 
 def test_a_window_over_the_limit_is_capped_with_a_warning() -> None:
-    engine = make_engine(FakeRunner(100, 4, window=64), max_model_len=32768)
+    engine = make_engine(FakeRunner(100, 4, context_length=64), max_model_len=32768)
     assert engine.info.max_model_len == 64
     assert "32768" in engine.info.warnings[0]
-    assert make_engine(FakeRunner(100, 4, window=64), max_model_len=32).info.warnings == ()
+    assert make_engine(FakeRunner(100, 4, context_length=64), max_model_len=32).info.warnings == ()
 
 
 def test_a_request_that_finds_no_room_on_an_idle_engine_ends_with_an_error() -> None:
@@ -285,7 +285,7 @@ def test_without_the_cache_everything_is_computed() -> None:
     assert all(answer(u) == expected(STEM, 4) for u in updates.values())
     assert runner.computed == 60
     stats = engine.stats()
-    assert (stats.queries, stats.hits, stats.misses) == (0, 0, {"bypassed": 3})
+    assert (stats.queries, stats.hits, stats.reasons) == (0, 0, {"bypassed": 3})
     assert stats.free_blocks == stats.total_blocks
 
 

@@ -18,7 +18,7 @@ from tests.support.tokenizers import write_tokenizer
 
 @pytest.fixture
 def runner() -> FakeRunner:
-    return FakeRunner(num_blocks=200, window=WINDOW)
+    return FakeRunner(num_blocks=200, context_length=WINDOW)
 
 
 @pytest.fixture

@@ -239,7 +239,7 @@ def interrupts() -> Iterator[None]:
 @pytest.mark.usefixtures("interrupts")
 @pytest.mark.parametrize("lookahead", [0, 1])
 def test_an_interrupt_aborts_all_between_two_steps(make: Make, monkeypatch: pytest.MonkeyPatch, lookahead: int) -> None:
-    runner = InterruptingRunner(num_blocks=200, window=WINDOW, lookahead=lookahead)
+    runner = InterruptingRunner(num_blocks=200, context_length=WINDOW, lookahead=lookahead)
     monkeypatch.setattr(llm_module, "load", lambda config: runner)
     llm = make()
     with pytest.raises(KeyboardInterrupt):
@@ -251,7 +251,7 @@ def test_an_interrupt_aborts_all_between_two_steps(make: Make, monkeypatch: pyte
 
 @pytest.mark.usefixtures("interrupts")
 def test_a_second_interrupt_strikes_at_once(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    runner = InterruptingRunner(num_blocks=200, window=WINDOW)
+    runner = InterruptingRunner(num_blocks=200, context_length=WINDOW)
     runner.presses = 2
     monkeypatch.setattr(llm_module, "load", lambda config: runner)
     llm = make()

@@ -52,7 +52,7 @@ def llm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
     folder = tmp_path_factory.mktemp("model")
     write_tokenizer(folder, VOCAB, TEMPLATE)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(llm_module, "load", lambda config: FakeRunner(num_blocks=200, window=800))
+        patch.setattr(llm_module, "load", lambda config: FakeRunner(num_blocks=200, context_length=800))
         patch.setattr(llm_module, "resolve", lambda model, **options: ModelSource(folder, "fake", "fake-1"))
         yield LLM()
 

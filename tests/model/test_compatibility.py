@@ -9,7 +9,7 @@ import pytest
 import transformers
 
 from anaphora.errors import ModelError
-from anaphora.model.compatibility import check_config, rope_window
+from anaphora.model.compatibility import check_config, context_length_of
 from tests.support.checkpoints import make_config
 
 HERE = Path("some-model")
@@ -53,7 +53,7 @@ def test_a_model_that_cannot_work_is_refused_before_its_weights(
     ],
 )
 def test_the_window_is_what_rotary_scaling_allows(rope: dict[str, Any], window: int) -> None:
-    assert rope_window(make_config("llama", rope_parameters=rope), HERE, None) == window
+    assert context_length_of(make_config("llama", rope_parameters=rope), HERE, None) == window
 
 
 @pytest.mark.parametrize("kind", ["dynamic", "longrope"])
@@ -62,12 +62,12 @@ def test_scaling_by_length_is_refused_beyond_the_original_window(kind: str) -> N
     if kind == "longrope":
         rope |= {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
     config = make_config("llama", rope_parameters=rope)
-    assert rope_window(config, HERE, 512) == 512
+    assert context_length_of(config, HERE, 512) == 512
     with pytest.raises(ModelError, match=f"{kind}.*512 tokens.*--max-model-len 600"):
-        rope_window(config, HERE, 600)
+        context_length_of(config, HERE, 600)
 
 
 def test_a_window_that_is_nowhere_is_refused() -> None:
     config = transformers.PreTrainedConfig()
     with pytest.raises(ModelError, match="max_position_embeddings"):
-        rope_window(config, HERE, None)
+        context_length_of(config, HERE, None)

@@ -33,7 +33,7 @@ def test_the_probe_finds_what_each_layer_caches(tmp_path: Path, family: str, lay
     loaded = load(save(tmp_path, family))
     assert loaded.layouts == (layout,) * 3
     assert set(loaded.absorbed) == (set(range(3)) if layout.latent else set())
-    assert (loaded.window, loaded.dtype) == (WINDOW, torch.float32)
+    assert (loaded.context_length, loaded.dtype) == (WINDOW, torch.float32)
 
 
 def test_latents_are_an_eighth_of_what_they_expand_to() -> None:

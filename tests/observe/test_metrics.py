@@ -25,7 +25,7 @@ STATS = EngineStats(
     hits=60,
     requests=4,
     requests_hit=2,
-    misses={"hit": 1, "cold": 2, "evicted": 1},
+    reasons={"hit": 1, "cold": 2, "evicted": 1},
     prompt_tokens=100,
     steps=7,
     prefill_seconds_saved=1.5,
@@ -73,10 +73,10 @@ def test_gauges_and_counters_come_from_the_engine(metrics: Metrics) -> None:
 def test_every_engine_counter_is_carried_over_a_restart() -> None:
     totals = Totals()
     totals.update(STATS)
-    totals.update(EngineStats(steps=1, queries=5, hits=1, requests=1, misses={"cold": 1}))
+    totals.update(EngineStats(steps=1, queries=5, hits=1, requests=1, reasons={"cold": 1}))
     after = totals.read()
     assert (after.queries, after.hits, after.requests, after.steps) == (105, 61, 5, 8)
-    assert after.misses == {"hit": 1, "cold": 3, "evicted": 1}
+    assert after.reasons == {"hit": 1, "cold": 3, "evicted": 1}
     assert (after.running, after.waiting) == (0, 0)
     numbers = {f.name for f in dataclasses.fields(EngineStats) if isinstance(getattr(STATS, f.name), (int, float))}
     gauges = {"running", "waiting", "waiting_for_prefix", "free_memory_bytes", "last_step_tokens"}

@@ -31,7 +31,7 @@ UPDATES = (
     SequenceUpdate("r", 2, (5, 2), 2.0, finish_reason=FinishReason.STOP, stop_reason=2),
     SequenceUpdate("q", 0, (), 2.0, finish_reason=FinishReason.ERROR, error="the step failed"),
 )
-STATS = EngineStats(running=2, misses={"cold": 3, "hit": 1}, prefill_seconds=0.25)
+STATS = EngineStats(running=2, reasons={"cold": 3, "hit": 1}, prefill_seconds=0.25)
 INFO = EngineInfo(ModelInfo("m", "sha", 100, 64, 32, 16, 4096, "bfloat16", "bfloat16", "cpu"), 64, ("capped",))
 
 

@@ -69,12 +69,14 @@ class FakeRunner:
 
     warnings: tuple[str, ...] = ()
 
-    def __init__(self, num_blocks: int = 64, block_size: int = 4, *, lookahead: int = 0, window: int = 4096) -> None:
+    def __init__(
+        self, num_blocks: int = 64, block_size: int = 4, *, lookahead: int = 0, context_length: int = 4096
+    ) -> None:
         self.info = ModelInfo(
             name="fake",
             identity="fake-1",
             vocab_size=VOCAB,
-            window=window,
+            context_length=context_length,
             num_blocks=num_blocks,
             block_size=block_size,
             bytes_per_block=block_size * BYTES_PER_TOKEN,

@@ -24,7 +24,9 @@ def load_slow(config: EngineConfig) -> Runner:
 
 def load_endless(config: EngineConfig) -> Runner:
     """Make one that is as slow, with room for ENDLESS tokens: more than a test's time limit allows."""
-    return _slow(FakeRunner(2 * ENDLESS // config.cache.block_size, config.cache.block_size, window=2 * ENDLESS))
+    return _slow(
+        FakeRunner(2 * ENDLESS // config.cache.block_size, config.cache.block_size, context_length=2 * ENDLESS)
+    )
 
 
 def _slow(runner: FakeRunner) -> Runner:

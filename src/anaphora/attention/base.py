@@ -1,7 +1,7 @@
-"""How attention is plugged into transformers' models: what a backend is, and the function that every layer calls.
+"""Plugs attention into transformers' models: the backend interface, and the function that every layer calls.
 
 A backend owns the pool of KV blocks. It plans once a step and runs once a layer; the model's own code does the rest.
-Whoever drives a model routes its layers' calls with ``route``: the loader to a probe, the runner to ``PagedLayers``.
+``route`` sets who handles the layers' calls: the loader routes them to a probe, the runner to ``PagedLayers``.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ IMPLEMENTATION = "anaphora"
 """The name under which transformers knows our attention (``attn_implementation``)."""
 
 FLOAT8 = torch.float8_e4m3fn
-"""Of a pool: one byte an element, and a scale for each token and head."""
+"""Dtype of a float8 pool: one byte per element, and a scale for each token and head."""
 
 _BACKENDS = {"cpu": "anaphora.attention.cpu:CpuAttention", "cuda": "anaphora.attention.gpu:TritonAttention"}
 
@@ -75,9 +75,9 @@ class LayerOptions:
 class QueryRange(NamedTuple):
     """Rows ``row`` to ``row + length - 1`` of the flat batch: positions from ``start`` on of the sequence in ``slot``.
 
-    ``blocks`` is its block table; it may go on behind position ``start + length - 1``. With ``prompt`` a row is part of
-    a prompt: where a backend adds up chunks in another order than lone rows, it is to be added up as in a chunk, so
-    that a prompt whose last token alone is computed has the same logits, to the bit, as one that is computed whole.
+    ``blocks`` is its block table; it may extend beyond position ``start + length - 1``. ``prompt``: the rows belong
+    to a prompt. A backend that sums chunks and single rows in different orders sums even a single prompt row like a
+    chunk, so a prompt of which only the last token is computed gets the same logits, to the bit, as one computed whole.
     """
 
     slot: int
@@ -101,11 +101,11 @@ class AttentionBackend(Protocol):
     """Paged attention on one kind of device. Built with ``(layouts, num_blocks, block_size, dtype, device)``."""
 
     def copy_blocks(self, copies: Sequence[BlockCopy]) -> None:
-        """Copy beginnings of blocks, in all layers."""
+        """Copy the filled token slots of blocks, in all layers."""
         ...
 
     def plan(self, layout: StepLayout) -> None:
-        """Prepare what all layers of a step have in common."""
+        """Set the layout of the next step. The plan may be made here or by the first layer that needs it."""
         ...
 
     def run(self, layer: int, query: Tensor, key: Tensor, value: Tensor | None, options: LayerOptions) -> Tensor:
@@ -126,7 +126,7 @@ def backend_class(device_type: str) -> Callable[..., AttentionBackend]:
 
 
 class LayerCalls(Protocol):
-    """Who answers the layers' calls."""
+    """Handles the attention calls of a model's layers."""
 
     def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, options: LayerOptions) -> Tensor:
         """``query`` ``[1, H, T, D]``, ``key`` and ``value`` ``[1, Hkv, T, D]``; returns ``[1, T, H, Dv]``."""
@@ -147,19 +147,19 @@ def route(calls: LayerCalls) -> Iterator[None]:
 
 
 def routed() -> LayerCalls:
-    """To whom calls go here."""
+    """Returns the LayerCalls that attention calls are routed to in this context."""
     return _calls.get()
 
 
 def attend(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, options: LayerOptions) -> Tensor:
-    """Ask whom the calls are routed to; shapes as in ``LayerCalls.attend``."""
+    """Call the LayerCalls that calls are routed to; shapes as in ``LayerCalls.attend``."""
     return routed().attend(module, query, key, value, options)
 
 
 def _attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
 ) -> tuple[Tensor, None]:
-    """What transformers calls in place of eager attention."""
+    """The attention function that is registered with transformers."""
     scale = options.pop("scaling", None)
     known = LayerOptions(
         scale=query.shape[-1] ** -0.5 if scale is None else scale,
@@ -175,7 +175,7 @@ def _attention(
 
 
 def _harmless(name: str, given: Any) -> bool:
-    """Whether an argument changes nothing here: not set, known to be of no effect, or a request for outputs."""
+    """Whether an argument can be ignored: not set, known to have no effect, or a request for extra outputs."""
     if name == "is_causal":
         return given is not False
     return given is None or given is False or name in _WITHOUT_EFFECT or name.startswith("output_")
@@ -185,7 +185,7 @@ AttentionInterface.register(IMPLEMENTATION, _attention)
 
 
 class PagedLayers:
-    """Answers the layers' calls through a backend; latent layers (those in ``absorbed``) attend in latent space."""
+    """Handles the layers' calls with a backend; latent layers (those in ``absorbed``) attend in latent space."""
 
     def __init__(self, backend: AttentionBackend, absorbed: Mapping[int, Absorbed], tap: LatentTap | None) -> None:
         self.backend = backend

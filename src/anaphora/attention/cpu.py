@@ -1,8 +1,8 @@
 """Paged attention on the CPU: compiled kernels over the pool.
 
 The pool of a layer is one matrix with a row for each token slot: its keys, then its values (latents: one key, which
-holds the values). With AMX the rows lie in panels: ``kernels/cpu/attention_amx.py`` draws them. Chunks, rows that share
-blocks, and what rows have alone are all tasks of one kernel: ``cpu_plan.py`` plans them once a step.
+holds the values). With AMX the rows lie in panels: ``kernels/cpu/attention_amx.py`` draws them. Prompt chunks, shared
+blocks, and a row's own blocks are all tasks of one kernel, which ``cpu_plan.py`` plans once per step.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ except ImportError as error:
     ) from error
 
 TASKS_PER_THREAD = 4
-"""Attention tasks a thread that a chunk is cut into, so that no thread waits long for the others."""
+"""A chunk is cut into this many attention tasks per thread, so that no thread waits long for the others."""
 
 _LAYER_FIELDS = launch.fields_from(attention_generic.ATTEND, "tiles")
 """Fields of a step's record that each layer sets."""
@@ -43,10 +43,11 @@ class CpuAttention:
     ) -> None:
         self._layouts = layouts
         self._block_size = block_size
-        # Not filled: the system gives memory to a page when it is first written.
-        slots = num_blocks * block_size
+        # Left uninitialized: the system allocates a page when it is first written.
+        token_slots = num_blocks * block_size
         self._pools = [
-            launch.aligned_bytes(slots * x.width * dtype.itemsize).view(dtype).view(slots, x.width) for x in layouts
+            launch.aligned_bytes(token_slots * x.width * dtype.itemsize).view(dtype).view(token_slots, x.width)
+            for x in layouts
         ]
         fits = amx.AMX and dtype == torch.bfloat16 and block_size % attention_amx.PANEL == 0
         self._by_panels = [fits and not x.latent and x.key_size % 32 == x.value_size % 32 == 0 for x in layouts]
@@ -58,7 +59,7 @@ class CpuAttention:
 
     @property
     def pools(self) -> list[Tensor]:
-        """``[token slots, width]`` for each layer, or in panels of 16 slots: see ``attention_amx.py``."""
+        """``[token slots, width]`` for each layer, or in panels of 16 token slots: see ``attention_amx.py``."""
         return self._pools
 
     def copy_blocks(self, copies: Sequence[BlockCopy]) -> None:
@@ -70,6 +71,7 @@ class CpuAttention:
                 pool[target : target + filled] = pool[source : source + filled]
 
     def plan(self, layout: StepLayout) -> None:
+        """Store the step's layout. The first layer of each shape and window makes its plan, in ``_planned``."""
         self._layout = layout
         self._complete = sum(q.length for q in layout.queries) == len(layout.slot_mapping)
         self._writer = KVWriter(layout.slot_mapping)
@@ -87,10 +89,10 @@ class CpuAttention:
     def records(
         self, layers: range, options: Sequence[LayerOptions], heads: int, query: int, out: int
     ) -> tuple[np.ndarray[Any, Any], int]:
-        """For the fused decoder: an ``ATTEND`` record for each of ``layers``, and the address of the rows' slots.
+        """For the fused decoder: an ``ATTEND`` record for each of ``layers``, and the address of the rows' token slots.
 
         ``query`` and ``out`` are addresses of bfloat16 ``[T, heads, D]``; ``options`` are those of all layers, without
-        sinks. Both results are valid during the step; slots are int64 ``[T]``.
+        sinks. Both results are valid during the step; token slots are int64 ``[T]``.
         """
         assert self._layout is not None
         records = np.empty(len(layers), attention_generic.ATTEND)
@@ -111,10 +113,10 @@ class CpuAttention:
         records["pool"] = self._addresses[layers.start : layers.stop]
         records["scale"] = [options[layer].scale for layer in layers]
         records["softcap"] = [options[layer].softcap or 0.0 for layer in layers]
-        slots = self._layout.slot_mapping
+        token_slots = self._layout.slot_mapping
         if not self._complete:
-            ctypes.memset(out, 0, 2 * len(slots) * heads * self._layouts[layers.start].value_size)
-        return records, slots.data_ptr()
+            ctypes.memset(out, 0, 2 * len(token_slots) * heads * self._layouts[layers.start].value_size)
+        return records, token_slots.data_ptr()
 
     def _planned(self, layout: KVLayout, heads: int, window: int | None) -> PlannedAttention:
         found = self._rows.get((window, layout, heads))
@@ -128,11 +130,11 @@ class CpuAttention:
 
 
 class KVWriter:
-    """Writes a step's new keys and values to their slots in the pool."""
+    """Writes a step's new keys and values to their token slots in the pool."""
 
-    def __init__(self, slots: Tensor) -> None:
-        self._slots = slots
-        self._workers = launch.threads() if len(slots) > write_kv.WRITE_ROWS else 1
+    def __init__(self, token_slots: Tensor) -> None:
+        self._token_slots = token_slots
+        self._workers = launch.threads() if len(token_slots) > write_kv.WRITE_ROWS else 1
         self._call = launch.Call(
             write_kv.write_rows, write_kv.WRITE, launch.fields_from(write_kv.WRITE, "num_rows"), {}
         )
@@ -145,7 +147,7 @@ class KVWriter:
         key = _dense(key)
         value = None if value is None else _dense(value)
         target = (int(by_panels), pool.data_ptr(), launch.DTYPES[pool.dtype], layout.width)
-        where = (self._slots.shape[0], self._slots.data_ptr(), *target)
+        where = (self._token_slots.shape[0], self._token_slots.data_ptr(), *target)
         keys = (key.data_ptr(), layout.key_size, key.stride(0), key.stride(1))
         values = (0, 0, 0, 0)
         if value is not None:
@@ -195,7 +197,7 @@ class PlannedAttention:
 
     @property
     def record(self) -> np.ndarray[Any, Any]:
-        """The kernel's record of the step, without the fields of a layer."""
+        """The kernel's record of the step; the fields of each layer are not set."""
         return self._call.record
 
     def attend(self, pool: Tensor, query: Tensor, options: LayerOptions, out: Tensor, by_panels: bool) -> None:
@@ -220,7 +222,7 @@ class PlannedAttention:
 
 
 def _tiles(bfloat16: bool) -> int:
-    """The kernel's field ``tiles`` for a pool without panels: how this processor multiplies."""
+    """The kernel's field ``tiles`` for a pool without panels: GEMMs by AMX, by AVX-512 BF16 or in float32."""
     if not bfloat16:
         return 0
     return int(amx.TILE_CONFIGS.ctypes.data) if amx.AMX else attention_generic.VECTORS * amx.BF16_VECTORS

@@ -124,7 +124,7 @@ class _Planner:
                 self._task(rows, table, first, min(first + SEGMENT_TOKENS, end), share=True)
 
     def _own(self, query: QueryRange, shared: int) -> None:
-        """A row's own keys, after those that it shares."""
+        """Add tasks for a row's own keys, which follow the shared ones."""
         row, end = query.row, query.start + 1
         begin = max(int(self.lows[row]), shared)
         if begin < end:

@@ -30,11 +30,11 @@ PROGRAMS_PER_SM = 2
 MERGE_HEADS = 8
 """Query heads of a row that one program merges."""
 COPY_BYTES = 64 * 2**20
-"""Temporary memory of a block copy at most; memory planning does not count more."""
+"""Most temporary memory of a block copy, as memory planning assumes."""
 
 
 class _LayerStep(NamedTuple):
-    """What the launches of one layer have in common."""
+    """Arguments that all kernel launches of one layer take."""
 
     layout: KVLayout
     options: LayerOptions
@@ -47,7 +47,7 @@ class _LayerStep(NamedTuple):
 
     @property
     def sinks(self) -> Tensor:
-        """The sinks, or any tensor where there are none: the kernels then do not read it."""
+        """The sinks; if there are none, any tensor: the kernels do not read it."""
         return self.out if self.options.sinks is None else self.options.sinks
 
 
@@ -73,7 +73,7 @@ class TritonAttention:
         self._layout: StepLayout | None = None
         self._plans: dict[Tiling, AttentionPlan] = {}
         self._device_plans: dict[Tiling, DevicePlan] = {}
-        # For CUDA graphs: the (rows, large tiles) of the present step's graph, and the buffers of each.
+        # For CUDA graphs: (rows, large tiles) of this step's graph, and the buffers of all graphs.
         self._graph: tuple[int, bool] | None = None
         self._max_graph_rows = 0
         self._graph_storage: dict[Tiling, Tensor] = {}
@@ -109,7 +109,7 @@ class TritonAttention:
         return [pool[index] for pool, index in self._pools]
 
     def copy_blocks(self, copies: Sequence[BlockCopy]) -> None:
-        """Copy the filled slots of blocks, in all layers."""
+        """Copy the filled token slots of blocks, in all layers."""
         if not copies:
             return
         size = self._block_size
@@ -124,7 +124,7 @@ class TritonAttention:
                 pool[:, target] = pool[:, source]
 
     def plan(self, layout: StepLayout) -> None:
-        """Take the step's layout; the plan itself is made by the first layer that runs, which knows its tile sizes."""
+        """Store the step's layout. The first layer of each tiling makes its plan, in ``_plan``."""
         self._layout = layout
         self._graph = None
         self._device_plans.clear()
@@ -241,7 +241,7 @@ class TritonAttention:
     ) -> None:
         """Write the first ``num_rows`` rows of ``key`` and ``value`` ``[Hkv, T, size]`` to the pool.
 
-        Outside of graphs that leaves out padding rows, which come from uninitialised memory: no layer attends for them.
+        Outside of graphs this skips padding rows: no layer attends for them, so their memory is uninitialized.
         """
         second = key if value is None else value
         key, second = (x if x.stride(-1) == 1 else x.contiguous() for x in (key, second))
@@ -291,7 +291,7 @@ class TritonAttention:
 
 
 def check_float8(layout: KVLayout, options: LayerOptions) -> None:
-    """Raise ConfigError for layers on which a float8 cache has not been proven right on a GPU."""
+    """Raise ConfigError for layers for which a float8 cache has not been tested on a GPU."""
     if options.window is None and not layout.latent and layout.key_size == layout.value_size:
         return
     why = f"a sliding window of {options.window} tokens" if options.window else "keys and values of different sizes"
@@ -302,13 +302,14 @@ def check_float8(layout: KVLayout, options: LayerOptions) -> None:
 
 
 def _make_pools(
-    layouts: Sequence[KVLayout], slots: int, dtype: torch.dtype, device: torch.device
+    layouts: Sequence[KVLayout], token_slots: int, dtype: torch.dtype, device: torch.device
 ) -> list[tuple[Tensor, int]]:
-    """For each layer the tensor ``[layers of its width, slots, width]`` and its index in it."""
+    """For each layer: the tensor ``[layers of its width, token slots, width]``, and the layer's index in it."""
     stored = torch.uint8 if dtype == FLOAT8 else dtype
     widths = [layout.token_bytes(dtype) // stored.itemsize for layout in layouts]
     pools = {
-        width: torch.empty(widths.count(width), slots, width, dtype=stored, device=device) for width in set(widths)
+        width: torch.empty(widths.count(width), token_slots, width, dtype=stored, device=device)
+        for width in set(widths)
     }
     return [(pools[width], widths[:layer].count(width)) for layer, width in enumerate(widths)]
 

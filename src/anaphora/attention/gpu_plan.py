@@ -182,7 +182,7 @@ def _members(groups: Sequence[PrefixGroup], index_by_slot: dict[int, int]) -> li
 def select_groups(
     groups: Sequence[tuple[PrefixGroup, IntArray]], block_size: int, tiling: Tiling
 ) -> list[tuple[IntArray, int]]:
-    """The cost gate: (members, end of their shared keys) of the groups that do not make the step slower.
+    """The groups that are worth a shared read, as (members, end of their shared keys).
 
     The keys of a rejected group are left to the groups nested in it.
     """

@@ -22,7 +22,7 @@ TABLE_ENTRIES = 2**22
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DevicePlan:
-    """An AttentionPlan on the device. ``arrays`` are those of AttentionPlan, in its order, flat.
+    """An AttentionPlan on the device. ``arrays`` are its arrays in the same order, flat.
 
     ``counts`` (on the device) and ``launches`` (on the host) are numbers of small items, large items and merges.
     ``num_rows`` is the number of rows whose keys and values are written.

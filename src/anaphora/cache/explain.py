@@ -30,7 +30,7 @@ class AtSizes:
 
 
 class Explainer:
-    """Explains lookups in one index. ``clock`` is the one that set the times of blocks and ghosts."""
+    """Explains lookups in one index. ``clock`` must be the clock that set the times of blocks and ghosts."""
 
     def __init__(self, index: PrefixIndex, ghosts: Ghosts, clock: Callable[[], float]) -> None:
         self._index = index
@@ -39,7 +39,7 @@ class Explainer:
         self._clock = clock
 
     def report(self, table: BlockTable, match: Match, num_prompt: int, taken: Match | None = None) -> CacheReport:
-        """Return why ``match`` found no more of a prompt of ``num_prompt`` tokens.
+        """Return why ``match`` ended before the end of a prompt of ``num_prompt`` tokens.
 
         ``taken`` is the part of the match for which there was room; all of it if None.
         """
@@ -71,7 +71,7 @@ class Explainer:
     def _find_eviction(self, table: BlockTable, match: Match, num_prompt: int) -> Eviction | None:
         """Return the eviction that cut the match short: of full blocks, found by hash, or else of an unfilled tail.
 
-        Unfilled tails are evicted before all full blocks, so no cache size can be named that would have kept one.
+        Unfilled tails are evicted before all full blocks, so the cache size that would have kept one is not known.
         """
         at = match.tokens // self._size
         if lost := list(self._lost(table.hashes, at)):

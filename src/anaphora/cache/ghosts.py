@@ -1,4 +1,4 @@
-"""Ghosts: recently evicted blocks, by hash only. They tell why a prefix is gone and what size would have kept it.
+"""Ghosts: recently evicted blocks, by hash only. They tell why a prefix is gone and which size would have kept it.
 
 In the order of recency an evicted block comes after everything that is cached. Between them lie the blocks that were
 evicted later and have not been computed again: a cache with that many more blocks would have kept it.

@@ -40,7 +40,7 @@ class Match:
 
 
 def common_tokens(a: bytes | bytearray, b: bytes | bytearray) -> int:
-    """Return the number of tokens with which two packed token strings both begin."""
+    """Return the length in tokens of the common prefix of two packed token strings."""
     low, high = 0, min(len(a), len(b)) // TOKEN_BYTES
     while low < high:
         middle = (low + high + 1) // 2
@@ -158,7 +158,7 @@ class PrefixIndex:
         return self._add_continuation(block)
 
     def add_tail(self, block: Block, parent: BlockHash, tokens: bytes) -> list[Block] | None:
-        """Index a computed unfilled block, or again after its tokens have grown to ``tokens``.
+        """Index a computed unfilled block; call it again when its tokens have grown to ``tokens``.
 
         Returns the tails that are now redundant. Returns None, and does nothing, if another indexed block begins with
         all of its tokens.

@@ -106,7 +106,7 @@ class CacheManager:
         return digest in self.index.pending
 
     def admit(self, table: BlockTable, match: Match, num_tokens: int, headroom: int = 0) -> Match | None:
-        """Take the blocks of ``match`` if there is room for ``num_tokens`` tokens and ``headroom`` blocks besides.
+        """Take the blocks of ``match`` if there is room for ``num_tokens`` tokens and ``headroom`` more blocks.
 
         Returns the match as taken: without its tail if there is no room for the tail and its copy. Returns None if
         there is no room at all; then only recency has changed. The table's missing full blocks become pending.
@@ -249,7 +249,7 @@ class CacheManager:
         table.private_from = table.index_from = 0
 
     def invalidate(self, table: BlockTable) -> None:
-        """Remove from the cache everything that the sequence of a released table computed, in whichever step.
+        """Remove from the cache all blocks that the sequence of a released table computed, in any step.
 
         For sequences whose logits are not finite. The keys and values of earlier tokens may be damaged too: attention
         multiplies masked values by zero, and zero times NaN is NaN.
@@ -342,7 +342,7 @@ class CacheManager:
     # --- explanations ----------------------------------------------------------------------------------------------
 
     def explain(self, table: BlockTable, match: Match, num_prompt: int, taken: Match | None = None) -> CacheReport:
-        """Return why ``match`` (or the part of it that was ``taken``) found no more of a prompt of that many tokens."""
+        """Return why ``match`` (or the part of it that was ``taken``) ended before the end of the prompt."""
         if not self.enabled:
             why, feature = "prefix caching is off", "--no-enable-prefix-caching"
         elif table.bypass:

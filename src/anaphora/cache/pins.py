@@ -5,7 +5,7 @@
     pin     [S S S S][S S . .]      two pieces: a full block by its hash, the tail by its parent and tokens
 
 A piece whose block is computed holds one reference to it, so the block is never evicted. A piece that is not computed
-yet takes a block as soon as any request computes it; one that loses its block (a failed step, a reset) does so again.
+yet, or has lost its block (a failed step, a reset), takes one as soon as any request computes it.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class Pins:
         return len(self._users.keys() | {piece for pin in pins for piece in pin.pieces})
 
     def keep(self, pins: Sequence[Pin], limit: int) -> list[bool]:
-        """Keep these prefixes until they are removed: what is computed of them now, and what will be.
+        """Keep these prefixes until they are removed: the blocks computed so far, and the others once they are.
 
         Returns for each whether it is new. Raises InvalidRequest, and keeps none, if all pins together could hold more
         than ``limit`` blocks.

@@ -13,7 +13,7 @@ class EvictionPolicy(Protocol):
     """Holds the idle blocks. ``victim`` only chooses; the caller removes.
 
     ``keep_recent(count)`` marks the ``count`` most recently used full blocks, for which ``is_recent`` is then true:
-    those that a cache with that many idle blocks would still hold.
+    the blocks that a cache with that many idle blocks would still hold.
     """
 
     def add(self, block: Block) -> None:
@@ -69,7 +69,7 @@ class LRU:
         return next(chain(self._others.values(), self._recent.values()))
 
     def keep_recent(self, count: int) -> None:
-        """Mark the ``count`` most recently used full blocks; costs as much as ``count`` has changed since last time."""
+        """Mark the ``count`` most recently used full blocks, in time proportional to the change of ``count``."""
         others, recent = self._others, self._recent
         while len(recent) > count:
             id, block = recent.popitem(last=False)

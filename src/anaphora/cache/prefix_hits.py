@@ -37,7 +37,7 @@ class ReusedPrefix:
 
 
 class _Node:
-    """A block where matches ended or where paths join; ``hits`` are its own first, and later all below it too."""
+    """A block where matches ended or where paths join; ``hits`` includes, in the end, all below it."""
 
     __slots__ = ("block", "depth", "hits", "last_hit", "parent", "root")
 

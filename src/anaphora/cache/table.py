@@ -16,7 +16,7 @@ class BlockTable:
       it writes them; those before are shared, and a shared block is copied before the sequence writes into it
     - ``index_from``: the first block that ``commit`` may still have to index
     - ``pending``: hashes that this sequence has announced to compute
-    - ``bypass``: the request field because of which the cache is not read for this prompt, or ""
+    - ``bypass``: the request field that bypasses the cache for this prompt, or ""
     - ``request_id`` and ``arrival`` (clock seconds) go into reports about blocks that this sequence computes
     """
 

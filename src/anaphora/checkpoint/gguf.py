@@ -1,7 +1,7 @@
 """Converts a GGUF file, once, to a safetensors folder in the user's cache folder.
 
 A GGUF file takes many seconds to load each time; the converted folder takes about one. The conversion runs in a
-process of its own (``python -m anaphora.checkpoint.gguf SOURCE TARGET``), so the caller needs neither its memory nor
+separate process (``python -m anaphora.checkpoint.gguf SOURCE TARGET``), so the caller needs neither its memory nor
 torch. It works in a temporary folder under a lock and ends with a rename, so a folder is either complete or absent.
 """
 

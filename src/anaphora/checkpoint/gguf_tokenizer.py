@@ -88,7 +88,7 @@ class GgufTokenizer:
         _write_json(folder / "tokenizer_config.json", {"tokenizer_class": "PreTrainedTokenizerFast"})
 
     def correct_special_tokens(self, folder: Path) -> None:
-        """Set the special tokens (begin, end, unknown, padding) in tokenizer_config.json to those of the file."""
+        """Set the special tokens (begin, end, unknown, padding) in tokenizer_config.json to the file's."""
         path = folder / "tokenizer_config.json"
         config = json.loads(path.read_text(encoding="utf-8"))
         tokens: list[str] = self._get("ggml.tokens")

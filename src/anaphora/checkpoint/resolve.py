@@ -150,7 +150,7 @@ def _download(name: str, trust_remote_code: bool, weights: bool, progress: Progr
         return Path(
             snapshot_download(name, allow_patterns=patterns, ignore_patterns=["original/*", "consolidated*", "onnx/*"])
         )
-    except Exception as error:  # the hub library raises errors of several libraries for one cause
+    except Exception as error:  # the hub library raises errors of several libraries
         reason = str(error).strip().partition("\n")[0] or type(error).__name__
         raise ModelError(
             f"the model {name} is not a local folder and could not be fetched from the hub: {reason}. "

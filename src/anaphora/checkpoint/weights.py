@@ -32,7 +32,7 @@ def read_config(folder: Path, trust_remote_code: bool) -> PreTrainedConfig:
         config: PreTrainedConfig = AutoConfig.from_pretrained(
             folder, trust_remote_code=trust_remote_code, local_files_only=True
         )
-    except Exception as error:  # transformers raises whatever the file leads to
+    except Exception as error:  # transformers may raise anything
         if "custom code" in str(error) and not trust_remote_code:
             raise ModelError(
                 f"{folder} brings Python code of its own; if you trust it, run it with --trust-remote-code"
@@ -105,10 +105,10 @@ def load_weights(
                 local_files_only=True,
                 use_safetensors=True,
                 output_loading_info=True,
-                ignore_mismatched_sizes=True,  # so that they are reported, and refused below
+                ignore_mismatched_sizes=True,  # report them instead of raising; they are refused below
                 **dequantize_arguments(config),
             )
-    except Exception as error:  # transformers raises whatever the files lead to
+    except Exception as error:  # transformers may raise anything
         raise ModelError(f"{folder} cannot be loaded: {reason(error)}") from error
     model, info = loaded
     missing, wrong = sorted(info.get("missing_keys") or ()), list(info.get("mismatched_keys") or ())

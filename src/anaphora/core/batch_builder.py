@@ -11,10 +11,13 @@ from anaphora.types.batch import Batch, BlockCopy, Chunk, Join, PrefixGroup
 
 
 class ScheduledChunk(NamedTuple):
-    """A chunk in flight: positions ``start`` to ``end - 1`` of a sequence, in its admission number ``epoch``."""
+    """A chunk in flight: positions ``start`` to ``end - 1`` of a sequence.
+
+    ``admission_count`` is the sequence's at that time; a result counts only if it is still the same.
+    """
 
     sequence: Sequence
-    epoch: int
+    admission_count: int
     slot: int
     start: int
     end: int
@@ -22,7 +25,7 @@ class ScheduledChunk(NamedTuple):
 
 
 class BatchBuilder:
-    """The batch of step number ``step`` while it is made; ``budget`` is the number of tokens that still fit."""
+    """Collects the batch of step number ``step``; ``budget`` is the number of tokens that still fit."""
 
     def __init__(self, step: int, budget: int) -> None:
         self.step = step
@@ -62,7 +65,7 @@ class BatchBuilder:
         self._copies += reservation.copies
         changes = tuple(reservation.table_changes)
         self._chunks.append(Chunk(slot, start, end - start, tokens, write_from, changes, sample))
-        self.scheduled.append(ScheduledChunk(sequence, sequence.epoch, slot, start, end, sample))
+        self.scheduled.append(ScheduledChunk(sequence, sequence.admission_count, slot, start, end, sample))
         self.budget -= end - start
         sequence.num_scheduled = end
         sequence.num_in_flight += sample

@@ -66,7 +66,7 @@ class Engine:
         self.scheduler.add(request)
 
     def explain(self, request: Request) -> CacheReport:
-        """Return what the request's prompt would find in the cache now, and why not more. Changes nothing.
+        """Return what the request's prompt would find in the cache now, and why the match ends there. Changes nothing.
 
         Raises InvalidRequest if a token id is out of range.
         """
@@ -169,7 +169,7 @@ class Engine:
             pinned_blocks=self.cache.pinned_blocks,
             free_memory_bytes=self.runner.free_memory(),
             evicted_blocks=self.cache.evicted_blocks,
-            misses=dict(scheduler.stats.misses),
+            reasons=dict(scheduler.stats.reasons),
         )
 
     def reset_prefix_cache(self) -> bool:
@@ -184,15 +184,15 @@ class Engine:
 def _fit_model_len(wanted: int | None, model: ModelInfo, blocks: int) -> tuple[int, tuple[str, ...]]:
     """Return the longest sequence that fits model and pool, and a warning if that is less than ``wanted``."""
     holds = blocks * model.block_size
-    limit = min(model.window, holds)
+    limit = min(model.context_length, holds)
     if wanted is not None and wanted <= limit:
         return wanted, ()
     cap = (
-        f"the model's window of {model.window} tokens"
-        if model.window <= holds
+        f"the model's context length of {model.context_length} tokens"
+        if model.context_length <= holds
         else f"the {holds} tokens that the KV cache holds ({blocks} blocks of {model.block_size}); "
         "raise --kv-cache-memory-bytes or --gpu-memory-utilization for more"
     )
     if wanted is not None:
         return limit, (f"--max-model-len {wanted} is capped at {limit}: {cap}",)
-    return limit, () if limit == model.window else (f"max model length is {limit}: {cap}",)
+    return limit, () if limit == model.context_length else (f"max model length is {limit}: {cap}",)

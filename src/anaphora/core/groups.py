@@ -35,7 +35,7 @@ class _Node:
         self.children = {rest.run[0]: rest}
 
     def merge(self) -> None:
-        """Undo a split that is no longer needed: all slots of this run continue in its only child."""
+        """Merge this run with its only child, which all of its slots are in: undoes a split."""
         if len(self.children) == 1:
             (child,) = self.children.values()
             if len(child.slots) == len(self.slots):
@@ -79,7 +79,7 @@ class PrefixGroups:
             node = child
 
     def leave(self, slot: int) -> None:
-        """Remove a slot whose sequence ended or is preempted. Does nothing if it has not joined."""
+        """Remove a slot whose sequence ended or is preempted. Does nothing if the slot was never added."""
         path = self._paths.pop(slot, None)
         if path is None:
             return

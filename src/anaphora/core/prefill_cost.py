@@ -11,8 +11,8 @@ BUCKET = 512
 class PrefillCost:
     """Estimates how long it would have taken to compute the tokens that were cached.
 
-    The time of a step, less that of a pure decode step if it had decode rows, is spread evenly over the prompt
-    positions that it computed. Positions that were never computed cost as much as the nearest measured ones.
+    The time of a step is spread evenly over the prompt positions that it computed; if it had decode rows, the time of a
+    pure decode step is subtracted first. Positions that were never computed cost as much as the nearest measured ones.
     """
 
     def __init__(self) -> None:

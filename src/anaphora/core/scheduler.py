@@ -17,7 +17,7 @@ from anaphora.cache.table import BlockTable
 from anaphora.config import SchedulerConfig
 from anaphora.core.batch_builder import BatchBuilder, ScheduledChunk
 from anaphora.core.groups import PrefixGroups
-from anaphora.core.lookups import Lookups
+from anaphora.core.lookup_stats import LookupStats
 from anaphora.core.sequence import Sequence, State
 from anaphora.core.sequence_updates import append_sampled, error_update
 from anaphora.errors import InvalidRequest
@@ -50,7 +50,7 @@ class Scheduler:
         self.identity = identity
         self.max_model_len = max_model_len
         self.stats = EngineStats()
-        self.lookups = Lookups(cache, self.stats)
+        self.lookup_stats = LookupStats(cache, self.stats)
         self.groups = PrefixGroups()
         self.running: list[Sequence] = []
         self.waiting: list[Sequence] = []
@@ -96,7 +96,7 @@ class Scheduler:
         return self.cache.table(request.id, request.prompt_token_ids, root, bypass=bypass)
 
     def explain(self, request: Request) -> CacheReport:
-        """Return what the request's prompt would find in the cache now, and why not more. Changes nothing."""
+        """Return what the request's prompt would find in the cache now, and why the match ends there."""
         table = self._table(request, 0)
         return self.cache.explain(table, self.cache.match(table), len(request.prompt_token_ids))
 
@@ -214,8 +214,8 @@ class Scheduler:
         if sequence.pending_block is not None:
             sequence.waited_s += now - sequence.wait_since
             sequence.pending_block = None
-        counts = self.lookups.counts(sequence)
-        sizes = self.lookups.at_sizes(sequence, match) if counts else None
+        first = self.lookup_stats.is_first_admission(sequence)
+        sizes = self.lookup_stats.at_sizes(sequence, match) if first else None
         num_tokens = min(len(sequence.token_ids) + 1, self.max_model_len)
         taken = self.cache.admit(sequence.table, match, num_tokens, headroom)
         if taken is None:
@@ -223,8 +223,8 @@ class Scheduler:
         self.waiting.remove(sequence)
         bisect.insort(self.running, sequence, key=lambda s: s.arrival_order)
         sequence.admit(self._free_slots.pop(), taken.tokens)
-        if counts:
-            self.lookups.admitted(sequence, match, taken, sizes, now)
+        if first:
+            self.lookup_stats.admitted(sequence, match, taken, sizes, now)
         builder.join(sequence)
         self._schedule_one(sequence, builder)
         return True
@@ -241,7 +241,7 @@ class Scheduler:
     def _note_waits(self) -> None:
         """Look up the sequences that came since the last step and were not reached, so that their waits are counted."""
         for sequence in self._arrived:
-            if sequence.state is State.WAITING and sequence.pending_block is None and not sequence.epoch:
+            if sequence.state is State.WAITING and sequence.pending_block is None and not sequence.admission_count:
                 self._look_up(sequence)
         self._arrived.clear()
 
@@ -257,7 +257,7 @@ class Scheduler:
             sequence = chunk.sequence
             if sequence.state is State.FINISHED:
                 continue
-            if chunk.epoch == sequence.epoch and sequence.state is State.RUNNING:
+            if chunk.admission_count == sequence.admission_count and sequence.state is State.RUNNING:
                 self._computed(chunk, output)
             if chunk.sample:
                 sequence.num_in_flight -= 1

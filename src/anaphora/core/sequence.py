@@ -27,24 +27,24 @@ class Sequence:
         token_ids         p p p p p p p p g g g          known: prompt and generated
         num_in_flight                           ? ?      sampled in steps whose results have not been taken yet
         num_computed      ───────────►                   tokens whose keys and values are in the cache
-        num_scheduled     ─────────────────────►         the same, with the steps in flight
+        num_scheduled     ─────────────────────►         num_computed plus the tokens of the steps in flight
 
     - ``arrival_order``: sequences are admitted, and kept when blocks run out, in this order
     - ``slot``: its slot in the runner while it runs, else -1
     - ``num_admitted``: tokens known at its last admission; ``num_cached`` of them were found in the cache, and are
       never written by this sequence
-    - ``epoch``: number of its admissions, which tells a result apart from one before a preemption
+    - ``admission_count``: how often it was admitted; results of chunks from an earlier admission are dropped
     - ``pending_block``: the hash of the block for which it waits, since another sequence is computing it;
-      ``waited_s``: seconds spent so
+      ``waited_s``: seconds spent waiting
     - ``report``, ``first_scheduled``: set at the first admission of the request's prompt (choice 0), once
     - ``prompt_done``: the prompt has been computed once and its PromptDone sent
     - ``run_alone``: a step with this sequence has failed, so its next step contains no other
     """
 
     __slots__ = (
+        "admission_count",
         "arrival_order",
         "choice",
-        "epoch",
         "failures",
         "first_scheduled",
         "max_tokens",
@@ -78,7 +78,7 @@ class Sequence:
         self.num_prompt = len(self.token_ids)
         self.state = State.WAITING
         self.slot = -1
-        self.epoch = 0
+        self.admission_count = 0
         self.num_computed = 0
         self.num_scheduled = 0
         self.num_in_flight = 0
@@ -118,7 +118,7 @@ class Sequence:
         """Start to run in ``slot``. The last known token is computed even if it is cached, to get logits."""
         self.state = State.RUNNING
         self.slot = slot
-        self.epoch += 1
+        self.admission_count += 1
         self.num_admitted = len(self.token_ids)
         self.num_cached = num_cached
         self.num_computed = self.num_scheduled = min(num_cached, self.num_admitted - 1)

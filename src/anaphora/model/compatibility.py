@@ -1,4 +1,4 @@
-"""What config.json alone shows to be unsupported, and how long a sequence may be."""
+"""Checks config.json for unsupported features, and computes the context length."""
 
 from __future__ import annotations
 
@@ -52,32 +52,32 @@ def _check_class(config: PreTrainedConfig, name: str) -> None:
         )
 
 
-def rope_window(config: PreTrainedConfig, folder: Path, max_model_len: int | None) -> int:
-    """The longest sequence in tokens, RoPE scaling included.
+def context_length_of(config: PreTrainedConfig, folder: Path, max_model_len: int | None) -> int:
+    """The model's context length in tokens, RoPE scaling included.
 
     RoPE types whose angles depend on the length of the sequence would make cached keys wrong. For these the original
-    window is the limit. Raises ModelError for a ``max_model_len`` above it, and if the window is unknown.
+    length is the limit. Raises ModelError for a ``max_model_len`` above it, and if no length is known.
     """
-    window = int(getattr(config, "max_position_embeddings", None) or 0)
-    if window < 1:
-        raise ModelError(f"the config.json of {folder} has no max_position_embeddings, so its window is not known")
+    length = int(getattr(config, "max_position_embeddings", None) or 0)
+    if length < 1:
+        raise ModelError(f"the context length is not known: config.json of {folder} has no max_position_embeddings")
     for rope in _rope_parameters(config):
         kind = rope.get("rope_type", "default")
-        original = int(rope.get("original_max_position_embeddings") or window)
+        original = int(rope.get("original_max_position_embeddings") or length)
         factor = float(rope.get("factor") or 1.0)
         if kind in _LENGTH_DEPENDENT_ROPE:
-            window = min(window, original)
-            if max_model_len is not None and max_model_len > window:
+            length = min(length, original)
+            if max_model_len is not None and max_model_len > length:
                 raise ModelError(
                     f"{folder.name} has RoPE scaling of type {kind}, which changes with the length of the sequence, "
-                    f"so cached keys would be wrong beyond its original window of {window} tokens; "
+                    f"so cached keys would be wrong beyond its original context length of {length} tokens; "
                     f"--max-model-len {max_model_len} is more than that"
                 )
         elif kind == "yarn":
-            window = max(window, int(original * factor))
+            length = max(length, int(original * factor))
         elif kind == "linear":
-            window = int(window * factor)
-    return window
+            length = int(length * factor)
+    return length
 
 
 def _rope_parameters(config: PreTrainedConfig) -> list[dict[str, Any]]:

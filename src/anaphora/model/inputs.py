@@ -5,7 +5,7 @@
     chunks      slot 3: positions 40..42      slot 1: position 77     slot 5: positions 0..3
     token_ids   [ t40 t41 t42               | t77                   | t0 t1 t2 t3 ]
     positions   [ 40  41  42                | 77                    | 0  1  2  3  ]
-    slots       table[40 // 16] · 16 + 8 …  (positions below write_from: the null block)
+    token_slots table[40 // 16] · 16 + 8 …  (positions below write_from: the null block)
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def make_inputs(
     """
     token_ids: list[int] = []
     positions: list[int] = []
-    slots: list[int] = []
+    token_slots: list[int] = []
     queries: list[QueryRange] = []
     rows: list[int] = []
     known_tokens = 0
@@ -89,24 +89,24 @@ def make_inputs(
         if length == 1 and start >= write_from:  # most chunks; several times faster than the loops below
             block, offset = divmod(start, block_size)
             positions.append(start)
-            slots.append(table[block] * block_size + offset)
+            token_slots.append(table[block] * block_size + offset)
         else:
             positions += range(start, end)
-            slots += [
+            token_slots += [
                 table[position // block_size] * block_size + position % block_size if position >= write_from else 0
                 for position in range(start, end)
             ]
         if sample:
             rows.append(row - 1)
-    # oneDNN sets up again for each new number of rows, which costs as much as 20 rows: keep to a few numbers.
-    padding = -len(slots) % ROW_MULTIPLE if len(slots) > ROW_MULTIPLE else 0
+    # oneDNN prepares a kernel for each new number of rows, which takes as long as 20 rows: use few numbers.
+    padding = -len(token_slots) % ROW_MULTIPLE if len(token_slots) > ROW_MULTIPLE else 0
     if padded is not None:
-        padding = padded - len(slots)
-    for values in (token_ids, positions, slots):
+        padding = padded - len(token_slots)
+    for values in (token_ids, positions, token_slots):
         values += [0] * padding
-    total = len(slots)
+    total = len(token_slots)
     sampling = [chunk.slot for chunk in batch.chunks if chunk.sample]
-    sent = to_device(np.array([*token_ids, *positions, *slots, *rows, *sampling], np.int64), device)
+    sent = to_device(np.array([*token_ids, *positions, *token_slots, *rows, *sampling], np.int64), device)
     layout = StepLayout(sent[2 * total : 3 * total], tuple(queries), batch.groups)
     return StepInputs(
         sent[None, :total],

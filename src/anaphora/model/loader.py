@@ -1,4 +1,4 @@
-"""From a model folder to a model whose attention is ours: checks, weights, probe, fused kernels."""
+"""Loads a model folder and replaces its attention: checks, weights, probe, fused kernels."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from anaphora.checkpoint.quantized import dequantize_warning, is_float8
 from anaphora.checkpoint.weights import choose_dtype, load_weights, random_model, read_config
 from anaphora.config import ModelConfig
 from anaphora.errors import ModelError
-from anaphora.model.compatibility import check_config, rope_window
+from anaphora.model.compatibility import check_config, context_length_of
 from anaphora.model.probe import base_of, forward_arguments, probe_model
 
 
@@ -24,8 +24,8 @@ from anaphora.model.probe import base_of, forward_arguments, probe_model
 class LoadedModel:
     """A model ready for paged attention.
 
-    ``layouts`` by layer. ``absorbed`` and ``tap`` are set where latents are cached. ``window`` is the longest sequence
-    in tokens. ``arguments`` go to every forward pass besides token ids and positions.
+    ``layouts`` by layer. ``absorbed`` and ``tap`` are set where latents are cached. ``context_length`` is in tokens.
+    ``arguments`` go to every forward pass besides token ids and positions.
     """
 
     model: Any
@@ -34,7 +34,7 @@ class LoadedModel:
     tap: LatentTap | None
     arguments: dict[str, Any]
     vocab_size: int
-    window: int
+    context_length: int
     dtype: torch.dtype
     weights_bytes: int
     warnings: tuple[str, ...]
@@ -54,7 +54,7 @@ def estimate(settings: ModelConfig, device: torch.device) -> ModelEstimate:
     folder = Path(str(settings.model))
     config = read_config(folder, settings.trust_remote_code)
     check_config(config, folder)
-    rope_window(config, folder, settings.max_model_len)
+    context_length_of(config, folder, settings.max_model_len)
     dtype, _ = choose_dtype(settings.dtype, config, folder, device)
     model = random_model(config, dtype, IMPLEMENTATION, settings.trust_remote_code, torch.device("meta"))
     weights = sum(tensor.nbytes for tensor in model.parameters())
@@ -70,7 +70,7 @@ def load_model(settings: ModelConfig, device: torch.device) -> LoadedModel:
     folder = Path(str(settings.model))
     config = read_config(folder, settings.trust_remote_code)
     check_config(config, folder)
-    window = rope_window(config, folder, settings.max_model_len)
+    context_length = context_length_of(config, folder, settings.max_model_len)
     dtype, warnings = choose_dtype(settings.dtype, config, folder, device)
     if settings.load_format == "dummy":
         model = random_model(config, dtype, IMPLEMENTATION, settings.trust_remote_code, device)
@@ -86,7 +86,7 @@ def load_model(settings: ModelConfig, device: torch.device) -> LoadedModel:
         tap=probe.tap,
         arguments=forward_arguments(model, probe.tap),
         vocab_size=probe.vocab_size,
-        window=window,
+        context_length=context_length,
         dtype=dtype,
         weights_bytes=sum(tensor.nbytes for tensor in _tensors(model)),
         warnings=tuple(warnings),

@@ -1,4 +1,4 @@
-"""Log-probabilities that a request asked for, computed on the device and read when the step's tokens are."""
+"""Log-probabilities that a request asked for, computed on the device and read together with the step's tokens."""
 
 from __future__ import annotations
 

@@ -87,7 +87,7 @@ class PoolSize:
 def limit_memory(cache: CacheConfig, device: torch.device) -> None:
     """Limit this process to ``--gpu-memory``: allocations beyond it fail, as on a GPU of that size.
 
-    Raises ConfigError if other processes leave nothing of it.
+    Raises ConfigError if other processes use all of it.
     """
     if device.type != "cuda":
         return
@@ -201,7 +201,7 @@ def _peak(largest_step: Callable[[], None]) -> int:
 
 
 def _allowed(cache: CacheConfig, device: torch.device) -> tuple[int, str]:
-    """Bytes of the GPU that may be used, and the settings that this follows from, in words."""
+    """Bytes of the GPU that may be used, and the settings that determine them, as text."""
     total = torch.cuda.mem_get_info(device)[1]
     card = _card_bytes(cache, total)
     whose = "--gpu-memory" if cache.gpu_memory is not None else torch.cuda.get_device_name(device)

@@ -62,7 +62,7 @@ def probe_model(model: Any, folder: Path) -> Probe:
             logits = model(token, position_ids=token, logits_to_keep=1, **forward_arguments(model, tap)).logits
     except ModelError as error:
         raise ModelError(f"{name} cannot be served: {error}") from error
-    except Exception as error:  # whatever the model's code leads to
+    except Exception as error:  # the model's code may raise anything
         raise ModelError(f"{name} cannot be served: one token through it fails with {reason(error)}") from error
     layers = range(config.num_hidden_layers)
     if sorted(probe.layouts) != list(layers):
@@ -74,7 +74,7 @@ def probe_model(model: Any, folder: Path) -> Probe:
 
 
 def _check_options(config: PreTrainedConfig, probe: Probe, name: str) -> None:
-    """Refuse a window or softcap that the model applies in its own mask or eager code: it would be lost."""
+    """Refuse a window or softcap that the model applies in its own mask or eager code, which is not used here."""
     kinds = getattr(config, "layer_types", None)
     if not kinds:
         used = getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True)

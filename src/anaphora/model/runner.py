@@ -126,7 +126,7 @@ class ModelRunner:
 
         def largest_step() -> None:
             make(1)
-            self._dry_run([min(-(-budget // seqs), loaded.window)] * min(seqs, budget))
+            self._dry_run([min(-(-budget // seqs), loaded.context_length)] * min(seqs, budget))
             del self._backend, self._layers
 
         reserve = 0 if config.model.enforce_eager else bytes_needed(seqs, loaded.vocab_size, loaded.dtype)
@@ -137,9 +137,9 @@ class ModelRunner:
             if config.model.max_model_len is not None:
                 token_bytes = bytes_per_block // self._block_size
                 check_length(config.model.max_model_len, (pool.blocks - 1) * self._block_size, token_bytes)
-            self._warm_up(min(seqs, budget), min(budget, loaded.window))
+            self._warm_up(min(seqs, budget), min(budget, loaded.context_length))
             if not config.model.enforce_eager:
-                torch.cuda.empty_cache()  # as capturing does: memory that the warm-up left cached is not the graphs'
+                torch.cuda.empty_cache()  # memory cached by the warm-up must not count as the graphs'
                 graph_bytes = free_bytes(self._device)
                 self._capture(config.scheduler, loaded)
                 graph_bytes -= free_bytes(self._device)
@@ -165,7 +165,7 @@ class ModelRunner:
                 self._graphs = StepGraphs(
                     self._sampled_logits, self._backend, limits.max_num_seqs, limits.max_num_batched_tokens
                 )
-        except Exception as error:  # whatever the model's code does that cannot be captured
+        except Exception as error:  # the model's code may raise anything when it is captured
             torch.cuda.synchronize()
             reason = str(error).partition("\n")[0]
             self.warnings += (f"{slower}: {reason}",)
@@ -329,7 +329,7 @@ def _describe(
         name=next(iter(config.model.served_model_name), folder.name),
         identity=f"{weights}:{dtype}:kv-{kv_name}",
         vocab_size=loaded.vocab_size,
-        window=loaded.window,
+        context_length=loaded.context_length,
         num_blocks=num_blocks,
         block_size=config.cache.block_size,
         bytes_per_block=bytes_per_block,

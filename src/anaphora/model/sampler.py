@@ -2,7 +2,7 @@
 
 Order of processing, as in vLLM: allowed tokens and logit_bias, min_tokens, penalties (repetition over prompt and
 answer; frequency and presence over the answer), temperature, min_p, top_k, top_p, then sampling. Log-probabilities
-are those of the raw logits, before any of this.
+are computed from the raw logits, before any of these steps.
 
 Sampling is Gumbel-max: the token with the largest ``logit + noise``. ``gumbel.py`` computes the noise from (seed +
 choice, number of generated tokens, token id), so a seeded request gets the same tokens alone, in any batch, in any slot

@@ -29,7 +29,7 @@ def limit(
 
 
 def _exclude(scores: Tensor, values: Sequence[Any], excluded: Callable[[Tensor, list[Any]], Tensor]) -> None:
-    """Set to -inf what ``excluded(scores, values)`` marks, in the rows whose value is not None."""
+    """Set scores marked by ``excluded(scores, values)`` to -inf, in rows whose value is not None."""
     index = [i for i, value in enumerate(values) if value is not None]
     if len(index) == len(values):
         scores.masked_fill_(excluded(scores, list(values)), -inf)

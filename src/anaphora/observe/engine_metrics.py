@@ -36,7 +36,7 @@ def _waiting_by_reason(stats: EngineStats) -> dict[str, float]:
 
 
 def _misses(stats: EngineStats) -> dict[str, float]:
-    return {reason.value: stats.misses.get(reason, 0) for reason in _MISS_REASONS}
+    return {reason.value: stats.reasons.get(reason, 0) for reason in _MISS_REASONS}
 
 
 def hits_at_sizes(stats: EngineStats) -> dict[str, float]:
@@ -159,9 +159,9 @@ class Totals:
         """Returns the totals over all engines so far, with the latest gauges."""
         base, last = self._base, self._last
         sums = {name: getattr(base, name) + getattr(last, name) for name in self._COUNTERS}
-        reasons = base.misses.keys() | last.misses.keys()
-        misses = {reason: base.misses.get(reason, 0) + last.misses.get(reason, 0) for reason in sorted(reasons)}
-        return dataclasses.replace(last, misses=misses, **sums)
+        reasons = base.reasons.keys() | last.reasons.keys()
+        counts = {reason: base.reasons.get(reason, 0) + last.reasons.get(reason, 0) for reason in sorted(reasons)}
+        return dataclasses.replace(last, reasons=counts, **sums)
 
 
 class EngineCollector(Collector):

@@ -222,7 +222,10 @@ class EngineClient:
         return await self._call(messages.ListPrefixes(cache_salt, limit), PrefixList)
 
     async def explain(self, request: Request) -> CacheReport:
-        """Return what the request's prompt would find in the cache now, and why not more. Raises InvalidRequest."""
+        """Return what the request's prompt would find in the cache now, and why the match ends there.
+
+        Raises InvalidRequest if the engine refuses the request.
+        """
         return await self._call(messages.Explain(request), CacheReport)
 
     async def check(self) -> None:

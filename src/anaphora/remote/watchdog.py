@@ -24,9 +24,9 @@ MIN_CPU_SHARE = 0.01
 
 
 class Watchdog:
-    """Pings the engine process ``pid`` again and again. ``fault`` says what is wrong while it hangs, else it is None.
+    """Pings the engine process ``pid`` at intervals. ``fault`` says what is wrong while it hangs, else it is None.
 
-    Checks are counted, not seconds since the last answer: a machine that was suspended is no fault of the engine.
+    Checks are counted, not seconds since the last answer: time in which the machine was suspended must not count.
     ``cpu_seconds`` returns the CPU time that the process has used (by default measured with psutil, children
     included); it raises psutil.Error once the process has ended. ``sleep`` waits for a number of seconds.
     """

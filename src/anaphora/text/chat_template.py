@@ -246,8 +246,8 @@ def default_template() -> str:
 def read_template(given: str, special_tokens: dict[str, str], named: str = "--chat-template") -> ChatTemplate:
     """Loads a template from a file, or from ``given`` itself if it contains Jinja or a line break.
 
-    ``named`` says in messages where ``given`` comes from. Raises ConfigError for what is neither a readable file nor a
-    template, ModelError for what does not compile.
+    ``named`` is the source of ``given`` for error messages. Raises ConfigError if it is neither a readable file nor a
+    template, and ModelError if the template does not compile.
     """
     if "{{" in given or "{%" in given or "\n" in given:
         return ChatTemplate(given, special_tokens)

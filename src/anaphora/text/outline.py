@@ -51,7 +51,7 @@ class PromptOutline:
 
 @dataclass(frozen=True, slots=True)
 class PromptPosition:
-    """A character in a message's texts (joined by line breaks), or in those of the tools (TOOLS, "tools").
+    """A character in a message's texts (joined by line breaks), or in the tools' texts (TOOLS, "tools").
 
     In text of the template, ``message`` is NOBODY, ``role`` is "" and ``character`` counts from the part's start.
     """
@@ -158,7 +158,7 @@ class OutlineBuilder:
         return outline
 
     def _is_true(self, outline: PromptOutline, rendered: Callable[[], str], texts: Texts) -> bool:
-        """Whether the outline gives the true rendering. After the first few, most are assumed to without a check."""
+        """Whether the outline gives the true rendering. After the first few, most outlines are trusted unchecked."""
         self._misses += 1
         if self._misses > ALWAYS_COMPARED and self._misses & (self._misses - 1):
             return True

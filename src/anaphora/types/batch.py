@@ -91,7 +91,7 @@ class TokenLogprobs:
 class StepOutput:
     """Results of a step, by slot.
 
-    - ``tokens``: the new token of each chunk with ``sample``; ``logprobs`` of those that asked for them
+    - ``tokens``: the new token of each chunk with ``sample``; ``logprobs``: for chunks whose requests asked for them
     - ``prompt_logprobs``: entries for the prompt tokens that *follow* the chunk's positions, in order
     - ``prompt_tokens_computed``: the runner's own count of rows that it computed for given (not sampled) tokens
     """
@@ -116,7 +116,7 @@ class ModelInfo:
     """What the engine and the server need to know about a loaded model and its KV pool.
 
     - ``identity``: a name for weights and KV dtype; it enters the root of every block hash
-    - ``window``: the longest sequence that the model supports, in tokens
+    - ``context_length``: the longest sequence that the model supports, in tokens
     - ``num_blocks``: includes the null block (id 0), which padding writes to and the cache never allocates
     - ``activation_bytes``: temporary memory of the largest step; ``graph_bytes``: memory of CUDA graphs; 0 on a CPU
     """
@@ -124,7 +124,7 @@ class ModelInfo:
     name: str
     identity: str
     vocab_size: int
-    window: int
+    context_length: int
     num_blocks: int
     block_size: int
     bytes_per_block: int

@@ -57,9 +57,10 @@ class EngineStats:
     """Current gauges, and counters since the start, which never decrease.
 
     A prompt counts once, when it is first scheduled: ``queries`` adds its tokens, ``hits`` its cached tokens, and
-    ``requests_hit`` the request if ``is_hit``. ``misses`` counts requests by CacheReport.reason; ``isolated`` those
-    that matched nothing under their own salt and whose first block is cached under another one. ``hits_half``,
-    ``hits_twice`` and ``hits_four_times`` are what ``hits`` would be in a cache of half, twice and four times the size.
+    ``requests_hit`` the request if ``is_hit``. ``reasons`` counts requests by CacheReport.reason, hits included;
+    ``isolated`` requests that matched nothing under their own salt but whose first block is cached under another one.
+    ``hits_half``, ``hits_twice`` and ``hits_four_times`` are what ``hits`` would be in a cache of half, twice and four
+    times the size.
     ``computed_prompt_tokens`` is the runner's own count.
     """
 
@@ -76,7 +77,7 @@ class EngineStats:
     hits: int = 0
     requests: int = 0
     requests_hit: int = 0
-    misses: dict[str, int] = field(default_factory=dict)
+    reasons: dict[str, int] = field(default_factory=dict)
     isolated: int = 0
     hits_half: int = 0
     hits_twice: int = 0

@@ -54,12 +54,12 @@ class Eviction:
 
 @dataclass(frozen=True, slots=True)
 class CacheReport:
-    """What one lookup found, and why not more. Fixed when the request is first scheduled.
+    """What one lookup found, and why the match ended there. Fixed when the request is first scheduled.
 
     - ``detail``: the reason in words, without anything about other tenants
     - ``position``: the first token that was not reused
     - ``waited``: whether the request waited while another one computed the same prefix
-    - ``neighbour``: set for DIVERGED; ``eviction``: set for EVICTED, unless there was only no room for a copy
+    - ``neighbour``: set for DIVERGED; ``eviction``: set for EVICTED, except if only a block for a copy was missing
     - ``feature``: the request field or flag that bypassed the cache
     """
 
@@ -117,7 +117,7 @@ class SharedPrefix:
 
 @dataclass(frozen=True, slots=True)
 class PrefixList:
-    """The shared and pinned prefixes under one salt. ``shared`` lists those of all ``total`` that save most.
+    """The shared and pinned prefixes under one salt. ``shared`` lists those that save most, of ``total``.
 
     ``pinned_blocks`` (of all salts) can be at most ``max_pinned_blocks``.
     """

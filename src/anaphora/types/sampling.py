@@ -42,10 +42,10 @@ def _integer(name: str, value: int | None, low: int, high: float = math.inf, *, 
 class SamplingParams:
     """How the next token is chosen. Values out of range raise InvalidRequest, naming the field.
 
-    ``max_tokens`` None allows as many as the model's window. ``top_k`` 0 or -1 considers all tokens. ``logprobs`` k
-    reports the sampled token and the k most likely ones at each generated position, ``prompt_logprobs`` the same for
-    the prompt. The sampling noise depends only on (seed + choice, position), so a seeded request gives the same tokens
-    in any batch.
+    ``max_tokens`` None allows as many as the context length leaves. ``top_k`` 0 or -1 considers all tokens.
+    ``logprobs`` k reports the sampled token and the k most likely ones at each generated position, ``prompt_logprobs``
+    the same for the prompt. The sampling noise depends only on (seed + choice, position), so a seeded request gives the
+    same tokens in any batch.
     """
 
     n: int = 1

@@ -20,7 +20,7 @@ from anaphora.model.fuse.packed_linear import Memory, pack
 from anaphora.model.fuse.parity import Call, observable, observe
 
 SAMPLE_ROWS = 40
-"""Sample tokens of the parity check: more than a group of rows of the kernel, and no multiple of it."""
+"""Sample tokens of the parity check: more rows than the kernel's row group, and not a multiple of it."""
 
 
 @torch.no_grad()
@@ -68,7 +68,7 @@ def _usual(layer: Any) -> bool:
 
 
 def _shape(layer: Any) -> tuple[Any, ...]:
-    """What all layers must have in common."""
+    """The shape of a layer; it must be the same in all layers."""
     attention, mlp = layer.self_attn, layer.mlp
     linear = (attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj, mlp.gate_proj, mlp.up_proj)
     norms = [layer.input_layernorm, layer.post_attention_layernorm]
@@ -92,7 +92,7 @@ class FusedDecoder(nn.Module):
     """All layers as one module. Takes what a layer takes and returns the last layer's hidden states."""
 
     def __init__(self, layer: Any, options: Sequence[LayerOptions]) -> None:
-        """For layers like ``layer``, which passes ``_usual``; their weights are ``put`` in afterwards."""
+        """For layers of the shape of ``layer``, which passes ``_usual``; ``put`` then adds their weights."""
         super().__init__()
         attention, mlp = layer.self_attn, layer.mlp
         self._options = options
@@ -124,7 +124,7 @@ class FusedDecoder(nn.Module):
             self._layers[index][name] = 0 if weight is None else weight.data_ptr()
 
     def matches(self, index: int, call: Call) -> bool:
-        """Whether this module in place of layer ``index`` gives the same for the call of the layer."""
+        """Whether this module, in place of layer ``index``, reproduces the recorded call of that layer."""
         angles = call.kwargs.get("position_embeddings", ())
         if (
             not call.args
@@ -161,17 +161,17 @@ class FusedDecoder(nn.Module):
         calls = routed()
         assert isinstance(calls, PagedLayers)
         assert isinstance(calls.backend, CpuAttention)
-        attends, slots = calls.backend.records(layers, self._options, self._heads, query, attended)
+        attends, token_slots = calls.backend.records(layers, self._options, self._heads, query, attended)
         self._call(
             workers, phases.ctypes.data, self._layers.ctypes.data + layers.start * self._layers.itemsize,
             attends.ctypes.data, len(layers), rows, hidden.data_ptr(), normed, query, attended, active,
-            cosines.data_ptr(), sines.data_ptr(), slots, scratches, scratch,
+            cosines.data_ptr(), sines.data_ptr(), token_slots, scratches, scratch,
         )  # fmt: skip
         return hidden
 
 
 def _weights(layer: Any) -> dict[str, Tensor | None]:
-    """What ``decoder.LAYER`` has the addresses of."""
+    """The weights whose addresses a ``decoder_amx.LAYER`` record holds, by field."""
 
     def floats(part: Any) -> Tensor | None:
         return None if part is None else part.detach().float().contiguous()

@@ -1,7 +1,7 @@
 """Fuses decoder layers on a GPU into a third of the kernel launches, by the kernels of ``norm_rope_silu.py``.
 
-Query, key and value projections become one GEMM, those of gate and up another; what lies between GEMMs is one kernel
-each. Each part goes through the parity check, so a family whose code differs keeps its own.
+Query, key and value projections become one GEMM, gate and up projections another; the operations between two GEMMs
+become one kernel. Each part goes through the parity check, so a family whose code differs keeps its own.
 """
 
 from __future__ import annotations
@@ -151,7 +151,7 @@ def _fuse_mlp(layer: Any, calls: Sequence[Call]) -> bool:
 
 
 def _fuse_add_norm(layer: Any, following: Any, calls: Sequence[Call]) -> bool:
-    """Adds to the residual stream in the kernel of the norm that comes next, also that of the ``following`` layer."""
+    """Adds to the residual stream inside the kernel of the next norm, which may be in the ``following`` layer."""
     names = ("input_layernorm", "post_attention_layernorm")
     modules = [*(getattr(layer, name, None) for name in names), getattr(following, names[0], None)]
     modules[2] = modules[2] or getattr(following, "norm", None)

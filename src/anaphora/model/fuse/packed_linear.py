@@ -19,7 +19,7 @@ def packs(weight: Tensor) -> bool:
 def linear(weight: Tensor, bias: Tensor | None, row_invariant: bool = False) -> nn.Module:
     """A linear layer with this ``weight`` ``[out, in]``, for which ``packs`` holds.
 
-    With ``row_invariant``, on a processor with AMX, the result of a row does not depend on the rows beside it.
+    With ``row_invariant``, on a processor with AMX, the result of a row does not depend on the other rows.
     """
     if row_invariant and amx.AMX and all(size % 32 == 0 for size in weight.shape):
         return AmxLinear(weight, bias)
@@ -57,7 +57,7 @@ class OneDnnLinear(nn.Module):
 class AmxLinear(nn.Module):
     """A linear layer by the kernel of ``gemm_amx.py``. In and out features are multiples of 32."""
 
-    _own = threading.local()  # one scratch a thread, since its layers run one after the other
+    _own = threading.local()  # one scratch for all layers of a thread, which run one after the other
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""The parity check: a part of a model is replaced only where it gives what transformers' own code gives.
+"""The parity check: a part of a model is replaced only if the outputs match those of transformers' own code.
 
     calls = observe(base, arguments, modules, attention, rows)    one pass of sample tokens
     replace_forward(module, forward, calls[layer])                replaces, repeats the calls, and keeps or restores
@@ -19,7 +19,7 @@ from anaphora.attention.base import LayerCalls, LayerOptions, route
 
 
 def close(found: Tensor, expected: Tensor, residual: Tensor | None = None) -> bool:
-    """Whether rows (the last dimension) are equal to rounding: in the mean, and each to three times as much.
+    """Whether rows (the last dimension) are equal to within rounding on average, and each to three times that.
 
     ``residual`` was added to both and subtracted again, so its rounding is in both. Rows are compared one by one,
     since some tokens have hidden states a thousand times as large as others.
@@ -36,14 +36,14 @@ def close(found: Tensor, expected: Tensor, residual: Tensor | None = None) -> bo
 
 
 def positions(model: Any, rows: int) -> Tensor:
-    """``[1, rows]`` over the whole window: some models rotate or scale differently at large positions."""
-    window = int(getattr(getattr(model, "config", None), "max_position_embeddings", None) or rows)
-    return torch.linspace(0, window - 1, rows, dtype=torch.float64).long()[None]
+    """``[1, rows]`` over the whole context length: some models rotate or scale differently at large positions."""
+    length = int(getattr(getattr(model, "config", None), "max_position_embeddings", None) or rows)
+    return torch.linspace(0, length - 1, rows, dtype=torch.float64).long()[None]
 
 
 @dataclass(eq=False)
 class EchoAttention:
-    """Answers attention calls with a mix of value and query, and keeps copies of query, key and value in ``seen``."""
+    """Returns a mix of value and query from attention calls, and keeps copies of query, key and value in ``seen``."""
 
     seen: list[Tensor] = field(default_factory=list)
 
@@ -142,7 +142,7 @@ def observable(base: nn.Module) -> bool:
 def replace_forward(module: nn.Module, forward: Callable[..., Any], calls: Sequence[Call]) -> bool:
     """Replaces ``module.forward`` if all ``calls`` (of the module, or of the layer that it is in) then still match.
 
-    Otherwise the module is left as it was. Without a call nothing is proved and nothing replaced.
+    Otherwise, and if ``calls`` is empty, the module is left as it was.
     """
     before = vars(module).get("forward")
     module.forward = forward

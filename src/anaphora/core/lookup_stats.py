@@ -12,10 +12,10 @@ from anaphora.types.outputs import EngineStats
 from anaphora.types.reports import CacheReport, Reason, is_hit
 
 
-class Lookups:
+class LookupStats:
     """Makes the cache report of each prompt and adds it to the counters in ``stats``.
 
-    The n choices of a request are one prompt, which choice 0 stands for.
+    The n choices of a request have one prompt, which is counted with choice 0.
     """
 
     def __init__(self, cache: CacheManager, stats: EngineStats) -> None:
@@ -23,7 +23,7 @@ class Lookups:
         self._stats = stats
 
     @staticmethod
-    def counts(sequence: Sequence) -> bool:
+    def is_first_admission(sequence: Sequence) -> bool:
         """Return whether the sequence's next admission is the first one of its prompt."""
         return sequence.report is None and not sequence.choice
 
@@ -39,7 +39,7 @@ class Lookups:
         stats, reason = self._stats, sequence.report.reason
         stats.requests += 1
         stats.prompt_tokens += sequence.num_prompt
-        stats.misses[reason] = stats.misses.get(reason, 0) + 1
+        stats.reasons[reason] = stats.reasons.get(reason, 0) + 1
         if reason != Reason.BYPASSED:
             stats.queries += sequence.num_prompt
             stats.hits += report.cached_tokens
