@@ -135,7 +135,7 @@ def _logged(outer: dict[str, Any], line: int) -> Iterator[LoggedRequest]:
 def _prompts(prompt: Any) -> list[str]:
     several = [prompt] if isinstance(prompt, str) else prompt
     if not isinstance(several, list) or not several or not all(isinstance(text, str) and text for text in several):
-        raise NotARequest("its prompt is no text (token ids cannot be shown; log the text)")
+        raise NotARequest("its prompt is not text (token ids cannot be shown; log the text)")
     return several
 
 
@@ -201,7 +201,7 @@ def _messages(body: dict[str, Any]) -> tuple[list[dict[str, Any]], list[str]]:
         raise NotARequest(f"its {name} are no list")
     for index, message in enumerate(listed):
         if not isinstance(message, dict):
-            raise NotARequest(f"{name}[{index}] is no object")
+            raise NotARequest(f"{name}[{index}] is not an object")
         for converted in _converted(message, f"{name}[{index}]"):
             messages.append(converted)
             origins.append(f"{name}[{index}]")

@@ -81,7 +81,7 @@ def _value(line: bytes, decoder: msgspec.json.Decoder[Any], log: VllmLogReader, 
         value = decoder.decode(line)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         if line[:1] in b"{[":
-            raise ValueError(f"no JSON: {error}") from None
+            raise ValueError(f"not JSON: {error}") from None
         return log.read(line.decode("utf-8", "replace")) or _NOTHING
     except RecursionError:
         raise ValueError("its JSON is nested too deeply") from None
@@ -110,7 +110,7 @@ def _document(text: bytes, number: int, log: VllmLogReader, bad: BadLine) -> Ite
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         # It is not one value, so the first line is just a bad line.
         _first, _, rest = text.partition(b"\n")
-        bad(number, f"no JSON: {error}")
+        bad(number, f"not JSON: {error}")
         for offset, line in enumerate(rest.split(b"\n"), 1):
             if line.strip():
                 try:
