@@ -72,7 +72,7 @@ BF16_VECTORS = PROCESSOR_HAS_AVX512_BF16
 
 
 PAIRS = INTS
-"""What LLVM takes the operands of AVX-512 BF16 products for: 16 words of two bfloat16."""
+"""Operand type of AVX-512 BF16 instructions in LLVM: 16 words of two bfloat16."""
 
 
 FIRST_B_TILE = 5
@@ -158,8 +158,8 @@ def _gemm(groups: int, tiles: int, onto: bool = False) -> Any:
     def gemm_64x16(builder: Any, a: Any, a_row: Any, b: Any, b_tile: Any, c: Any, c_row: Any, count: Any) -> None:
         """C ``[16 · groups, 16 · tiles]`` float32 = A ``[16 · groups, 32 · count]`` times B ``[…, 16 · tiles]``.
 
-        ``a_row`` and ``c_row`` are bytes between rows; ``b_tile`` are the bytes of B between groups of 16 columns, each
-        of which is ``count`` contiguous tiles. With ``onto`` the product is added to C.
+        ``a_row`` and ``c_row`` are bytes between rows; ``b_tile`` are the bytes of B between groups of 16 columns; a
+        group is ``count`` contiguous tiles. With ``onto`` the product is added to C.
         """
 
         def sums(instruction: str) -> None:
@@ -197,7 +197,7 @@ gemm_16x64_add, gemm_16x32_add = _gemm(1, 4, onto=True), _gemm(1, 2, onto=True)
 def gemm_16x64_scattered(
     builder: Any, a: Any, a_row: Any, b0: Any, b1: Any, b2: Any, b3: Any, c: Any, c_row: Any, count: Any
 ) -> None:
-    """``gemm_16x64`` with an address of its own for each 16 columns of B."""
+    """``gemm_16x64`` with a separate address for each 16 columns of B."""
     row = number(64)
 
     _zero(builder, 4)

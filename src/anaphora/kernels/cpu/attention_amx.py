@@ -57,28 +57,28 @@ KEY_BLOCK = 128
 """Keys of a block, a multiple of 64."""
 
 SLACK = 8.0
-"""Powers of 2 by which a score may exceed the maximum that weights are relative to."""
+"""A score may exceed the maximum that weights are relative to by this much (exponent of 2)."""
 
 _STRIDE = 64
-"""Keys that products and sums go over at once. Blocks of keys begin and end at the same positions in every step, so
-that a prompt's row has the same result, to the bit, whatever is computed with it and however much of it is cached."""
+"""Keys per GEMM and partial sum. Blocks of keys begin and end at the same positions in every step, so a prompt row's
+result is the same to the bit, whatever else is in the batch and however much of the prompt is cached."""
 
 _TILE = KEY_BLOCK // 32 * TILE_BYTES  # from 16 values of all keys of a block to the next
 
 
 @inline
-def put_key(row, size, pool, slot, width, offset):  # type: ignore[no-untyped-def]
+def put_key(row, size, pool, token_slot, width, offset):  # type: ignore[no-untyped-def]
     """Writes one head's key, bfloat16 at ``row``, to its token slot; ``offset`` is the head's, in elements."""
-    lane = slot % PANEL
-    target = pool + 2 * (slot - lane) * width + 2 * PANEL * offset + 4 * lane
+    lane = token_slot % PANEL
+    target = pool + 2 * (token_slot - lane) * width + 2 * PANEL * offset + 4 * lane
     for word in range(size // 2):
         put_int32(target, PANEL * word, np.int32(int32(row, word)))
 
 
 @inline
-def put_value(row, size, pool, slot, width, offset):  # type: ignore[no-untyped-def]
-    lane = slot % PANEL
-    target = pool + 2 * (slot - lane) * width + 2 * PANEL * offset + 64 * (lane // 2) + 2 * (lane % 2)
+def put_value(row, size, pool, token_slot, width, offset):  # type: ignore[no-untyped-def]
+    lane = token_slot % PANEL
+    target = pool + 2 * (token_slot - lane) * width + 2 * PANEL * offset + 64 * (lane // 2) + 2 * (lane % 2)
     for i in range(size):
         put_uint16(target, i // 16 * 256 + i % 16 * 2, uint16(row, i))
 
@@ -100,8 +100,8 @@ def panel_scratch_layout(key_size, value_size, columns):  # type: ignore[no-unty
 @inline
 def _panel(a, table, position):  # type: ignore[no-untyped-def]
     index = position // a.block_size
-    slot = int32(a.tables, table + index) * a.block_size + position - index * a.block_size
-    return a.pool + 2 * a.width * slot
+    token_slot = int32(a.tables, table + index) * a.block_size + position - index * a.block_size
+    return a.pool + 2 * a.width * token_slot
 
 
 @inline

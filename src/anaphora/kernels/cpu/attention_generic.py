@@ -7,8 +7,8 @@ Each query is a column of a matrix of 16, and keys are processed in blocks::
     scores [keys of a block, 16 queries] = keys [keys, key_size] · queries [key_size, 16]
     sums   [value_size, 16 queries]     += values_t [value_size, keys] · weights [keys, 16 queries]
 
-    pool   slot 0   key of head 0 │ key of head 1 │ … │ value of head 0 │ value of head 1 │ …
-           slot 1   …                                    (latents: one key, whose first elements are the value)
+    pool   token slot 0   key of head 0 │ key of head 1 │ … │ value of head 0 │ value of head 1 │ …
+           token slot 1   …                              (latents: one key, whose first elements are the value)
 
 A kernel is a C function of the address of one record. All threads call it; each takes items from a counter.
 """
@@ -141,8 +141,9 @@ def _run(a, table, position, end):  # type: ignore[no-untyped-def]
     """Returns the address of the token at ``position``, and how many tokens up to ``end`` are contiguous there."""
     index = position // a.block_size
     within = position - index * a.block_size
-    slot = int32(a.tables, table + index) * a.block_size + within
-    return a.pool + slot * a.width * (2 if a.pool_kind == BFLOAT16 else 4), min(a.block_size - within, end - position)
+    token_slot = int32(a.tables, table + index) * a.block_size + within
+    size = 2 if a.pool_kind == BFLOAT16 else 4
+    return a.pool + token_slot * a.width * size, min(a.block_size - within, end - position)
 
 
 @inline

@@ -5,8 +5,8 @@ A layer is seven phases of work items. Threads take items until a phase has none
     norm → query, key, value (+ norm, rotation, to the pool) → attention → output, added
          → norm → gate and value, gate_up → down, added
 
-A thread that is descheduled between two items delays nobody. Buffers are contiguous bfloat16, a row a token; a row's
-result does not depend on the other rows::
+A thread that is descheduled between two items delays no other thread. Buffers are contiguous bfloat16, one row per
+token; a row's result does not depend on the other rows::
 
     hidden, normed       [rows, hidden_size]
     query, attended      [rows, heads · head_size]          head 0 │ head 1 │ …
@@ -47,11 +47,11 @@ PHASES = 7
 PHASE_BYTES = 128
 """Bytes of a phase's two counters, a cache line each: items taken, items done."""
 
-PATIENCE = 2000
-"""How often a thread polls for the end of a phase before it yields the CPU."""
+SPIN_LIMIT = 2000
+"""How many times a thread polls for the end of a phase before it yields the CPU."""
 
 NORM_ROWS = 16
-"""Rows of an item of a norm phase."""
+"""Rows per work item of a norm phase."""
 
 LAYER = np.dtype(
     [
@@ -92,7 +92,7 @@ DECODE = fields(
     "active",  # [rows, inner_size]
     "cosines",  # [rows, head_size]
     "sines",
-    "slots",  # int64 [rows]: token slots in the pool
+    "token_slots",  # int64 [rows]: token slots in the pool
     "scratch",
     "scratch_bytes",  # of one thread
     real=["eps"],
@@ -115,7 +115,7 @@ def _take(a, phase, items):  # type: ignore[no-untyped-def]
         return item
     waited = 0
     while atomic_load(a.phases + PHASE_BYTES * phase, 8) < items:
-        if waited < PATIENCE:
+        if waited < SPIN_LIMIT:
             waited += 1
             pause()
         else:
@@ -169,16 +169,16 @@ def _head(a, layer, attend, head, first, rows, sums):  # type: ignore[no-untyped
         offset = attend.value_offset + (kv_head - a.kv_heads) * a.head_size
     narrow = sums + step * GROUP_ROWS
     for row in range(rows):
-        slot = int64(a.slots, first + row)
+        token_slot = int64(a.token_slots, first + row)
         if not attend.panels:
-            place = slot * attend.width + offset
+            place = token_slot * attend.width + offset
             convert(sums + step * row, 0, FLOAT32, attend.pool, place, attend.pool_kind, a.head_size)
             continue
         convert(sums + step * row, 0, FLOAT32, narrow, 0, BFLOAT16, a.head_size)
         if is_value:
-            put_value(narrow, a.head_size, attend.pool, slot, attend.width, offset)
+            put_value(narrow, a.head_size, attend.pool, token_slot, attend.width, offset)
         else:
-            put_key(narrow, a.head_size, attend.pool, slot, attend.width, offset)
+            put_key(narrow, a.head_size, attend.pool, token_slot, attend.width, offset)
 
 
 @inline

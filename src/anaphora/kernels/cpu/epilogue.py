@@ -1,4 +1,4 @@
-"""What follows a GEMM while its float32 sums are in cache: bias, RMSNorm, rotary embedding, residual, SiLU gate.
+"""Epilogues of a GEMM, while its float32 sums are in cache: bias, RMSNorm, rotary embedding, residual, SiLU gate.
 
 ``sums`` are float32 rows of a group, ``step`` bytes apart; activations are bfloat16 rows in memory. ``size`` is the
 number of elements of a row, a multiple of 16::

@@ -1,6 +1,6 @@
 """The AMX kernel of a linear layer in bfloat16.
 
-A row's result does not depend on the rows beside it, which oneDNN does not promise. The weight is packed by
+A row's result does not depend on the other rows; oneDNN does not guarantee that. The weight is packed by
 ``packed_linear.pack``; an item of work is 32 or 64 outputs for a block of up to 128 rows::
 
     x  [rows, size]                     weight  [outputs / 16, size / 32, a tile]         out  [rows, outputs]

@@ -17,7 +17,7 @@ from torch import Tensor
 from anaphora.kernels.cpu.simd import BFLOAT16, FLOAT32
 
 DTYPES = {torch.bfloat16: BFLOAT16, torch.float32: FLOAT32}
-"""How kernels name the dtypes that they take."""
+"""The kernels' codes of torch dtypes."""
 
 try:
     _parallel: Any = ctypes.CDLL(torch._C.__file__).GOMP_parallel
@@ -34,10 +34,11 @@ def threads() -> int:
 
 
 class Call:
-    """A kernel, compiled by numba's cfunc, with the record of int64 and float64 fields that it gets the address of.
+    """A kernel, compiled by numba's cfunc, and its argument: the address of a record of int64 and float64 fields.
 
-    The record begins with ``counters``, the address of the two counters behind it: items taken, threads come. ``given``
-    are fields that stay; ``names`` are those that each call brings, in their order in the record, side by side.
+    The record begins with ``counters``, the address of the two counters after it: items taken, threads started.
+    ``given`` are the values of fields that never change; ``names`` are the fields set at each call, which are adjacent
+    in the record and in its order.
     """
 
     def __init__(self, kernel: Any, record: np.dtype[Any], names: Sequence[str], given: Mapping[str, Any]) -> None:
@@ -55,7 +56,7 @@ class Call:
         self._counters = struct.Struct("=qq").pack_into
 
     def __call__(self, workers: int, *values: float) -> None:
-        """Run with ``values`` in the fields that each call brings, on ``workers`` threads; wait for all."""
+        """Run with ``values`` in the fields ``names``, on ``workers`` threads; wait for all."""
         self._pack(self._bytes, self._first, *values)
         self._counters(self._bytes, 8, 0, 0)
         if workers == 1:

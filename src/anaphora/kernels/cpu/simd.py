@@ -31,7 +31,7 @@ LANES = 16
 """Elements of a vector."""
 
 OPTIONS: dict[str, Any] = {
-    # Without the flags that promise the absence of infinities and of not-a-number: both occur.
+    # Without the flags "no infinities" and "no NaNs": both occur.
     "fastmath": {"reassoc", "contract", "arcp", "nsz", "afn"},
     "error_model": "numpy",
 }
@@ -41,8 +41,8 @@ inline = njit(**OPTIONS)
 def kernel(record: np.dtype[Any]) -> Callable[[Callable[..., None]], Any]:
     """Compiles a function of the address of one ``record`` to a C function, for ``launch.Call``.
 
-    numba caches the result next to the function's file, or in the user's cache folder, and checks that file's time
-    only. A kernel consists of several files, so its name in the cache carries a hash of them all.
+    numba caches the result next to the function's file, or in the user's cache folder, and checks only that file's
+    modification time. A kernel consists of several files, so its name in the cache contains a hash of all of them.
     """
 
     def make(function: Callable[..., None]) -> Any:

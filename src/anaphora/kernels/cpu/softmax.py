@@ -72,7 +72,7 @@ def _round_pairs(builder: Any, low: Any, high: Any) -> Any:
 
 
 def _transposed(builder: Any, rows: list[Any]) -> list[Any]:
-    """16 vectors of 16: row i, lane j to row j, lane i, by exchanging ever larger squares beside the diagonal."""
+    """16 vectors of 16: row i, lane j to row j, lane i, by exchanging larger and larger squares off the diagonal."""
     rows = list(rows)
     for size in (1, 2, 4, 8):
         upper = [k if not k & size else LANES + k - size for k in range(LANES)]
@@ -154,8 +154,8 @@ def _softmax(pairs: bool) -> Any:
     ) -> None:
         """Scores times ``factor`` to weights, powers of 2 relative to the largest of each column so far.
 
-        ``largest`` and ``total`` go on from block to block; ``rescale`` is what earlier sums are to be multiplied by.
-        ``count`` is a multiple of 4. As ``pairs`` the weights are bfloat16, two rows in a row.
+        ``largest`` and ``total`` are updated from block to block; ``rescale`` is the factor for earlier sums.
+        ``count`` is a multiple of 4. With ``pairs`` weights are bfloat16, and two rows of scores make one row of pairs.
         """
         factor, zero = splat(builder, factor), number(0)
         tops = [cgutils.alloca_once_value(builder, constant(-np.inf)) for _ in range(4)]

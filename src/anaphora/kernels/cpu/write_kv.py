@@ -16,7 +16,7 @@ WRITE_ROWS = 32
 
 WRITE = fields(
     "num_rows",
-    "slots",  # int64 [rows]
+    "token_slots",  # int64 [rows]
     "panels",  # whether the pool is in panels (attention_amx.py); ``kind`` is then the pool's
     "pool",
     "pool_kind",
@@ -36,26 +36,26 @@ WRITE = fields(
 
 @kernel(WRITE)
 def write_rows(pointer):  # type: ignore[no-untyped-def]
-    """Writes new keys and values to their slots in the pool."""
+    """Writes new keys and values to their token slots in the pool."""
     a = carray(pointer, 1)[0]
     while True:
         first = atomic_add(a.counters, 0, 1) * WRITE_ROWS
         if first >= a.num_rows:
             break
         for row in range(first, min(first + WRITE_ROWS, a.num_rows)):
-            slot = int64(a.slots, row)
+            token_slot = int64(a.token_slots, row)
             for head in range(a.heads):
                 at = head * a.key_head + row * a.key_row
                 offset = head * a.key_size
                 if a.panels:
-                    put_key(a.key + 2 * at, a.key_size, a.pool, slot, a.width, offset)
+                    put_key(a.key + 2 * at, a.key_size, a.pool, token_slot, a.width, offset)
                 else:
-                    convert(a.key, at, a.kind, a.pool, slot * a.width + offset, a.pool_kind, a.key_size)
+                    convert(a.key, at, a.kind, a.pool, token_slot * a.width + offset, a.pool_kind, a.key_size)
             if a.value_size:
                 for head in range(a.heads):
                     at = head * a.value_head + row * a.value_row
                     offset = a.heads * a.key_size + head * a.value_size
                     if a.panels:
-                        put_value(a.value + 2 * at, a.value_size, a.pool, slot, a.width, offset)
+                        put_value(a.value + 2 * at, a.value_size, a.pool, token_slot, a.width, offset)
                     else:
-                        convert(a.value, at, a.kind, a.pool, slot * a.width + offset, a.pool_kind, a.value_size)
+                        convert(a.value, at, a.kind, a.pool, token_slot * a.width + offset, a.pool_kind, a.value_size)

@@ -49,7 +49,7 @@ def _write_float8(
     offs = tl.arange(0, N)[None, :]
     mask = (h < HEADS)[:, None] & (offs < SIZE)
     values = tl.load(source + h[:, None] * head_stride + offs, mask=mask, other=0.0).to(tl.float32)
-    # div_rn: the plain division of a GPU is off by one in the last place now and then.
+    # div_rn: the plain division of a GPU is sometimes off by one in the last place.
     scale = tl.div_rn(tl.maximum(tl.max(tl.abs(values), 1), 1e-20), 448.0)
     tl.store(scales + h, scale, mask=h < HEADS)
     tl.store(
@@ -110,8 +110,8 @@ def _attend_keys(
     n = first + tl.arange(0, BLOCK_N)
     mask = n < end
     block = tl.load(table + n // BLOCK_SIZE, mask=mask, other=0) if MASKED else tl.load(table + n // BLOCK_SIZE)
-    slot = block.to(tl.int64) * BLOCK_SIZE + n % BLOCK_SIZE
-    token = pool + slot * ROW
+    token_slot = block.to(tl.int64) * BLOCK_SIZE + n % BLOCK_SIZE
+    token = pool + token_slot * ROW
     key_a, key_b = _load_in_two(token + head * KEY, mask, MASKED, KEY, KEY_A, KEY_B)
     key_a = key_a.to(query_a.dtype)
     key_b = key_b.to(query_a.dtype)
@@ -120,7 +120,7 @@ def _attend_keys(
         scores = tl.dot(query_b, tl.trans(key_b), scores, input_precision=PRECISION)
     if FLOAT8:
         ELEMENTS: tl.constexpr = HEADS * (KEY + (0 if LATENT else VALUE))
-        token_scales = scales + (slot * ROW + ELEMENTS) // 4 + head
+        token_scales = scales + (token_slot * ROW + ELEMENTS) // 4 + head
         key_scale = tl.load(token_scales, mask=mask, other=0.0) if MASKED else tl.load(token_scales)
         scores = scores * key_scale[None, :]
     if SOFTCAP:
