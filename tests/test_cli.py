@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import io
 import sys
 import types
 from pathlib import Path
@@ -309,3 +310,21 @@ def test_dummy_weights_are_not_searched(
     monkeypatch.setattr("anaphora.checkpoint.resolve.resolve", resolve)
     assert cli.main(["serve", "m", "--load-format", load_format]) == 0
     assert asked == [weights]
+
+
+def test_text_that_the_locale_cannot_encode_is_escaped(monkeypatch: pytest.MonkeyPatch) -> None:
+    out, err = (io.TextIOWrapper(io.BytesIO(), encoding="ascii", write_through=True) for _ in range(2))
+    monkeypatch.setattr(sys, "stdout", out)
+    monkeypatch.setattr(sys, "stderr", err)
+    assert cli.main(["lint", "vllm serve m --zé\udcff 1"]) == 1
+    assert cli.main(["lint", "é"]) == 2
+    assert rb"--z\xe9\udcff" in out.buffer.getvalue()  # type: ignore[attr-defined]
+    assert rb"'\xe9' is neither" in err.buffer.getvalue()  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    "command", ["plan --json", "bench --json", "bench --html", "doctor log --fix", "doctor log --html"]
+)
+def test_a_file_that_is_asked_for_is_not_standard_output(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main([*command.split(), "-"]) == 2
+    assert "needs the name of a file: standard output has the report" in capsys.readouterr().err

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import io
 import re
 import shutil
 import sys
@@ -375,6 +376,9 @@ def _run(arguments: Sequence[str]) -> int:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line and returns the exit code. ``argv`` defaults to the process's arguments."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")  # a locale without UTF-8 cannot encode every text of a log
     try:
         return _run(sys.argv[1:] if argv is None else argv)
     except AnaphoraError as error:

@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 from rich.console import Console
 
@@ -265,6 +266,12 @@ def test_the_role_event_is_not_the_first_token() -> None:
         (b'data: {"error": "full"}\n\n', "the server broke off: full"),
         (b'data: {"choices": [{"text": "a", "finish_reason": "abort"}]}\n\n', "ended with abort"),
         (b'data: {"choices": [{"text": "a"}]}\n\n', "without a finish reason"),
+        (b"data: [1]\n\n", "no event of a completion: [1]"),
+        (b"data: null\n\n", "no event of a completion: null"),
+        (b'data: {"choices": 5}\n\n', 'no event of a completion: {"choices": 5}'),
+        (b'data: {"choices": [[1]]}\n\n', "no event of a completion"),
+        (b'data: {"choices": [{"delta": "x"}]}\n\n', "no event of a completion"),
+        (b'data: {"error": ' + b"[" * 200_000 + b"\n\n", 'the server sent what is not JSON: {"error": [[['),
     ],
 )
 def test_streams_that_fail_say_how(stream: bytes, error: str) -> None:
@@ -274,6 +281,40 @@ def test_streams_that_fail_say_how(stream: bytes, error: str) -> None:
     result = RequestResult(PlannedRequest(CHAT, out=4), started=0.0)
     asyncio.run(read_stream(chunks(), result, None))
     assert error in (result.error or "")
+
+
+@pytest.mark.parametrize("usage", ["[1]", '"no"', '{"prompt_tokens": "7", "prompt_tokens_details": [1]}', "-1"])
+def test_usage_that_holds_no_counts_is_passed_over(usage: str) -> None:
+    async def chunks() -> AsyncIterator[bytes]:
+        yield b'data: {"choices": [{"text": "a", "finish_reason": "stop"}], "usage": {"prompt_tokens": 9}}\n\n'
+        yield f'data: {{"choices": [], "usage": {usage}}}\n\n'.encode()
+
+    result = RequestResult(PlannedRequest(CHAT, out=4), started=0.0)
+    asyncio.run(read_stream(chunks(), result, None))
+    assert (result.error, result.prompt_tokens, result.cached_tokens) == (None, 9, None)
+
+
+@pytest.mark.parametrize(
+    "body", ["[1]", '{"data": [null]}', '{"data": "abc"}', '{"data": [{"name": 1}]}', '{"data": {}}']
+)
+def test_a_list_of_models_of_another_form_is_none(body: str) -> None:
+    server = Server("http://localhost:1")
+    with pytest.raises(ConfigError, match="lists no model"):
+        server._learn(httpx.Response(200, content=body))
+
+
+@pytest.mark.parametrize("tokens", ["5", '["a"]', "null", '{"a": 1}'])
+def test_tokens_that_are_no_numbers_are_none(tokens: str) -> None:
+    async def asked() -> tuple[int, ...] | None:
+        server = Server("http://localhost:1")
+        transport = httpx.MockTransport(lambda _: httpx.Response(200, content=f'{{"tokens": {tokens}}}'))
+        server._http = httpx.AsyncClient(transport=transport, base_url=server.url)
+        try:
+            return await server.tokenize({"prompt": "a"})
+        finally:
+            await server.close()
+
+    assert asyncio.run(asked()) is None
 
 
 @pytest.mark.parametrize("rounds", [1, 2])

@@ -189,6 +189,35 @@ def test_explain(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "request_id" in shown
 
 
+@pytest.mark.parametrize(
+    ("second", "reason"),
+    [
+        ("[]", "second.json: a JSON list, not an object"),
+        ("3", "second.json: a JSON int, not an object"),
+        ('{"prompt": [1, 2]}', "second.json: its prompt is no text"),
+        ('{"requests": [{"prompt": "a"}, {"prompt": "b"}]}', "must hold one request each"),
+        ('{"body": "%s"}' % ("{" + r"\"a\":{" * 100_000), "second.json: it is nested too deeply"),
+        ("[" * 200_000, "second.json is nested too deeply"),
+    ],
+)
+def test_explain_refuses_what_is_no_request(
+    tmp_path: Path, second: str, reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("first.json").write_text('{"prompt": "a"}')
+    Path("second.json").write_text(second)
+    with pytest.raises(ConfigError) as refused:
+        explain(ExplainOptions(first="first.json", second="second.json"))
+    assert reason in refused.value.message
+
+
+def test_explain_compares_no_two_requests_of_one_file(tmp_path: Path) -> None:
+    (tmp_path / "two.json").write_text('{"requests": [{"prompt": "a"}, {"prompt": "b"}]}')
+    (tmp_path / "none.json").write_text("[]")
+    with pytest.raises(ConfigError, match=r"must hold one request each: .*none\.json"):
+        explain(ExplainOptions(first=str(tmp_path / "two.json"), second=str(tmp_path / "none.json")))
+
+
 def test_an_empty_log_is_no_log(tmp_path: Path) -> None:
     (tmp_path / "log.jsonl").write_text("{}\n")
     with pytest.raises(ConfigError, match="line 1: it has neither messages nor a prompt"):

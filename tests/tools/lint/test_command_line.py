@@ -37,6 +37,8 @@ from tests.support.tokenizers import write_tokenizer
         ("-m x.gguf", "llama.cpp", "x.gguf", {"-m": "x.gguf"}),
         ("--disable-radix-cache", "sglang", None, {"--disable-radix-cache": True}),
         ("docker run vllm/vllm-openai:v0.6.0 vllm serve m", "vllm", "m", {}),
+        ("vllm serve \\\r\n m \\\r\n --port 1", "vllm", "m", {"--port": "1"}),
+        ("vllm serve --port 1 -- m", "vllm", "m", {"--port": "1"}),
         ("vllm", "vllm", None, {}),
         ("", "vllm", None, {}),
     ],
@@ -128,6 +130,13 @@ def test_a_log_gives_the_length_of_system_texts_and_the_use_of_prompt_logprobs(t
     )
 
 
+@pytest.mark.parametrize("text", ["", "{}\n", "\0\1 no log\n", "{bad"])
+def test_a_log_without_a_request_is_refused(tmp_path: Path, text: str) -> None:
+    (tmp_path / "log.jsonl").write_text(text)
+    with pytest.raises(ConfigError, match="holds no usable request" + (": line 1: " if text else "$")):
+        run(LintOptions("vllm serve m", log=str(tmp_path / "log.jsonl")))
+
+
 @pytest.mark.parametrize(
     "command",
     [
@@ -135,6 +144,8 @@ def test_a_log_gives_the_length_of_system_texts_and_the_use_of_prompt_logprobs(t
         "vllm serve m --block-size x",
         "vllm serve m --max-model-len -1x",
         "--gpu-memory-utilization 0,9",
+        "vllm serve m --block-size",
+        "vllm serve m --max-num-seqs --port 1",
     ],
 )
 def test_invalid_command_lines_are_refused(command: str) -> None:

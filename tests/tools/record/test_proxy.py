@@ -401,6 +401,16 @@ async def test_a_server_that_closes_without_a_word(tmp_path: Path) -> None:
         assert [record.status for record in setup.records()] == [502]
 
 
+@pytest.mark.parametrize("begun", [b"HTTP/1.1 200 OK\r\nContent-", b"\0garbage", b"HTTP/1.1 100 Continue\r\n\r\n"])
+async def test_nothing_follows_a_response_that_breaks_off_in_its_head(begun: bytes, tmp_path: Path) -> None:
+    body = json.dumps(CHAT).encode()
+    async with recording(replying(begun, bytearray(), len(request(body=body))), tmp_path / "log") as setup:
+        assert await through(setup, request(body=body)) == begun
+        (record,) = setup.records()
+    assert (record.status, record.finish) == (0, "error")
+    assert "before the end of its answer" in record.error
+
+
 async def test_an_idle_connection_that_the_server_closes_is_closed_as_it_would_be(tmp_path: Path) -> None:
     """A client that sends on it sees no answer, as without the recorder, and tries again."""
     closing = asyncio.Event()

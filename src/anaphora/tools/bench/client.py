@@ -138,22 +138,22 @@ class Server:
 
     def _learn(self, response: httpx.Response) -> None:
         try:
-            models = msgspec.json.decode(response.content)["data"]
-        except (msgspec.MsgspecError, KeyError, TypeError):
+            models = msgspec.json.decode(response.content, type=_Models).data
+        except (msgspec.DecodeError, RecursionError):
             models = []
         if self.model is None:
             if not models:
                 raise ConfigError(f"{self.url} lists no model at /v1/models: name it with --model")
-            self.model = models[0]["id"]
+            self.model = models[0].id
         for model in models:
-            if model.get("id") == self.model:
-                self.window = model.get("max_model_len")
+            if model.id == self.model:
+                self.window = model.max_model_len
 
     async def _read_version(self) -> str | None:
         try:
             response = await self._http.get("/version")
             return str(msgspec.json.decode(response.content)["version"]) if response.is_success else None
-        except (httpx.HTTPError, msgspec.MsgspecError, KeyError, TypeError):
+        except (httpx.HTTPError, msgspec.MsgspecError, KeyError, TypeError, RecursionError):
             return None
 
     async def _warm_up(self) -> None:
@@ -178,10 +178,9 @@ class Server:
         content = {key: body[key] for key in keep if body.get(key) is not None}
         try:
             response = await self._http.post("/tokenize", json={"model": self.model, **content})
-            tokens = msgspec.json.decode(response.content)["tokens"] if response.is_success else None
-        except (httpx.HTTPError, msgspec.MsgspecError, KeyError, TypeError):
-            tokens = None
-        return None if tokens is None else tuple(tokens)
+            return msgspec.json.decode(response.content, type=_Tokens).tokens if response.is_success else None
+        except (httpx.HTTPError, msgspec.DecodeError, RecursionError):
+            return None
 
     async def counters(self) -> Counters | None:
         """Returns the sums of /metrics; None if the server has none."""
@@ -226,6 +225,36 @@ class Server:
         return body
 
 
+class _Model(msgspec.Struct):
+    id: str
+    max_model_len: int | None = None
+
+
+class _Models(msgspec.Struct):
+    data: list[_Model]
+
+
+class _Tokens(msgspec.Struct):
+    tokens: tuple[int, ...]
+
+
+class _Choice(msgspec.Struct):
+    text: str | None = None
+    delta: dict[str, Any] | None = None
+    finish_reason: str | None = None
+
+
+class _Event(msgspec.Struct):
+    """One event of a streamed completion."""
+
+    error: Any = None
+    choices: list[_Choice] | None = None
+    usage: Any = None
+
+
+_EVENTS = msgspec.json.Decoder(_Event)
+
+
 def describe(error: Exception) -> str:
     """Returns class and message of an exception; httpx's often have no message."""
     return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
@@ -260,46 +289,50 @@ def _read_event(data: bytes, result: RequestResult, on_text: OnText | None, now:
     if data == b"[DONE]":
         return True
     try:
-        event = msgspec.json.decode(data)
-    except msgspec.DecodeError:
-        result.error = f"the server sent what is not JSON: {data.decode(errors='replace'):.100}"
+        event = _EVENTS.decode(data)
+    except (msgspec.DecodeError, RecursionError) as error:
+        kind = "is no event of a completion" if isinstance(error, msgspec.ValidationError) else "is not JSON"
+        result.error = f"the server sent what {kind}: {data.decode(errors='replace'):.100}"
         return False
-    if event.get("error"):
-        result.error = f"the server broke off: {event['error']!s:.300}"
+    if event.error:
+        result.error = f"the server broke off: {event.error!s:.300}"
         return False
-    _read_usage(event.get("usage"), result)
+    _read_usage(event.usage, result)
     ended = False
-    for choice in event.get("choices") or ():
+    for choice in event.choices or ():
         if content := _content(choice):
             result.first_token = result.first_token or now
             result.last_token = now
             result.content_events += 1
             if on_text is not None:
                 on_text(content)
-        if choice.get("finish_reason") is not None:
+        if choice.finish_reason is not None:
             ended, result.last_token = True, now
-            if choice["finish_reason"] in ("error", "abort"):
-                result.error = f"the answer ended with {choice['finish_reason']}"
+            if choice.finish_reason in ("error", "abort"):
+                result.error = f"the answer ended with {choice.finish_reason}"
     return ended
 
 
-def _content(choice: dict[str, Any]) -> str:
+def _content(choice: _Choice) -> str:
     """Returns what an event adds to the answer: its text, or its tool calls as text."""
-    delta = choice.get("delta") or {}
+    delta = choice.delta or {}
     fields = (
-        choice.get("text"),
+        choice.text,
         *(delta.get(name) for name in ("content", "reasoning_content", "reasoning", "tool_calls")),
     )
     return next((str(field) for field in fields if field), "")
 
 
-def _read_usage(usage: dict[str, Any] | None, result: RequestResult) -> None:
-    """Takes the latest usage; fields missing in it keep their earlier values."""
-    if not usage:
+def _read_usage(usage: Any, result: RequestResult) -> None:
+    """Takes the latest usage; fields missing in it keep their earlier values, and so do those that are no counts."""
+    if not isinstance(usage, dict):
         return
-    for name, key in (("prompt_tokens", "prompt_tokens"), ("output_tokens", "completion_tokens")):
-        if usage.get(key) is not None:
-            setattr(result, name, usage[key])
-    details = usage.get("prompt_tokens_details") or {}
-    if details.get("cached_tokens") is not None:
-        result.cached_tokens = details["cached_tokens"]
+    details = usage.get("prompt_tokens_details")
+    counts = (
+        ("prompt_tokens", usage.get("prompt_tokens")),
+        ("output_tokens", usage.get("completion_tokens")),
+        ("cached_tokens", details.get("cached_tokens") if isinstance(details, dict) else None),
+    )
+    for name, count in counts:
+        if type(count) is int and count >= 0:
+            setattr(result, name, count)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from anaphora.config import option
 from anaphora.errors import ConfigError
+from anaphora.tools.shared.output_file import refuse_standard_output
 
 WORKLOADS = (
     "customer-service",
@@ -73,6 +74,7 @@ class BenchOptions:
     server_args: tuple[str, ...] = option((), "after --: flags for the servers that bench starts", remainder=True)
 
     def __post_init__(self) -> None:
+        refuse_standard_output(self, "json", "html")
         self._check_numbers()
         if (self.off_url is None) != (self.on_url is None):
             raise ConfigError("--off-url and --on-url belong together: give both, or one --url")

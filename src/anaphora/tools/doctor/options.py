@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from anaphora.config import option, parse_count
 from anaphora.errors import ConfigError
+from anaphora.tools.shared.output_file import refuse_standard_output
 
 
 @dataclass(frozen=True)
@@ -52,9 +53,7 @@ class DoctorOptions:
         return self.log is not None and self.log.startswith(("http://", "https://"))
 
     def __post_init__(self) -> None:
-        for name in ("json", "html", "fix"):
-            if getattr(self, name) == "-":
-                raise ConfigError(f"--{name} needs the name of a file: standard output has the report")
+        refuse_standard_output(self, "json", "html", "fix")
         if self.log == self.baseline == "-":
             raise ConfigError("the log and --baseline cannot both be standard input: give one of them as a file")
         if self.is_server:

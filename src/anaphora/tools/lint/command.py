@@ -78,7 +78,7 @@ def _check_template(name: str, json: str | None) -> int:
     checks = check_template(load_template(name))
     for check in checks:
         word = "good" if not check.problem else "breaks" if check.breaks else "note"
-        said = f"{check.name}: {check.problem}. Fix: {check.mend}" if check.problem else check.name
+        said = f"{check.name}: {check.problem.rstrip('.')}. Fix: {check.mend}" if check.problem else check.name
         console.print(Text(f"{word:8}", style=_STYLES[word]) + Text(said))
         for title, text in (("before", check.before), ("after", check.after)):
             if text:

@@ -23,6 +23,7 @@ _IMAGE = re.compile(r"(?:.*/)?(vllm/vllm-openai|lmsysorg/sglang|ggml-org/llama\.
 _IMAGES = {"vllm/vllm-openai": "vllm", "lmsysorg/sglang": "sglang", "ggml-org/llama.cpp": "llama.cpp"}
 CACHE_OFF_FLAGS = {"sglang": "--disable-radix-cache", "llama.cpp": "--no-cache-prompt"}
 """Servers whose flags are not listed here, each with the flag that turns its prefix cache off."""
+_CONTINUATION = re.compile(r"\\\r?\n")
 _SHELL_OPERATORS = frozenset({";", "&&", "||", "|", ">", ">>", "2>&1", "&"})
 
 
@@ -44,8 +45,10 @@ class CommandLine:
         given = self.flags.get(flag)
         if given is None:
             return None
+        if isinstance(given, bool):
+            raise ConfigError(f"the command line's {flag} has no value")
         try:
-            return parse(str(given))
+            return parse(given)
         except (ValueError, ConfigError) as error:
             raise ConfigError(f"the command line's {flag} {given} is not valid: {error}") from None
 
@@ -80,6 +83,8 @@ def parse_command_line(command: str) -> CommandLine:
     while at < len(words):
         word = words[at]
         at += 1
+        if word == "--":
+            continue  # ends the options for argparse; only the model can follow
         if not word.startswith("-"):
             parsed.model = parsed.model or word
             continue
@@ -123,7 +128,7 @@ def names_server(text: str) -> bool:
 
 
 def _split(command: str) -> list[str]:
-    return shlex.split(command.replace("\\\n", " "), comments=True)
+    return shlex.split(_CONTINUATION.sub(" ", command), comments=True)
 
 
 def _find_server(words: list[str]) -> tuple[int, str, str | None] | None:

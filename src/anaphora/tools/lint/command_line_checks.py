@@ -141,7 +141,13 @@ def _prompt_statistics(options: LintOptions) -> tuple[int | None, float]:
     lengths: list[int] = []
     known: dict[str, int] = {}
     with_logprobs = requests = 0
-    for logged in read_requests(options.log, lambda *_: None):
+    bad: list[str] = []
+
+    def skip(line: int, reason: str) -> None:
+        if not bad:
+            bad.append(f": line {line}: {reason}")
+
+    for logged in read_requests(options.log, skip):
         requests += 1
         with_logprobs += logged.body.get("prompt_logprobs") is not None
         text = next((m["content"] for m in logged.messages[:1] if m.get("role") in ("system", "developer")), None)
@@ -149,5 +155,7 @@ def _prompt_statistics(options: LintOptions) -> tuple[int | None, float]:
             if text not in known:
                 known[text] = len(tokenizer.encode(text, add_special_tokens=False))
             lengths.append(known[text])
+    if not requests:
+        raise ConfigError(f"{options.log} holds no usable request{bad[0] if bad else ''}")
     usual = int(median(lengths)) if len(lengths) * 2 > min(requests, SAMPLED_REQUESTS) else None
-    return usual, with_logprobs / requests if requests else 0.0
+    return usual, with_logprobs / requests

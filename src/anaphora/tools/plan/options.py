@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from anaphora.config import option, parse_count
 from anaphora.errors import ConfigError
 from anaphora.tools.plan.estimate import SECONDS_A_DAY
+from anaphora.tools.shared.output_file import refuse_standard_output
 
 _RANGES = (
     ("shared", 0, 10**9),
@@ -30,6 +31,7 @@ class PlanOptions:
     json: str | None = option(None, "write the figures to this file", metavar="FILE")
 
     def __post_init__(self) -> None:
+        refuse_standard_output(self, "json")
         for name, least, most in _RANGES:
             value = getattr(self, name)
             if value is not None and not least <= value <= most:  # not-a-number is never between

@@ -35,8 +35,10 @@ def main(options: RecordOptions) -> int:
     finally:
         writer.close()
     _say(f"{writer.written:,} requests recorded in {options.out}")
-    if writer.dropped or proxy.unrecorded:
-        _say(f"{writer.dropped + proxy.unrecorded:,} requests passed without a record (the warnings above say why)")
+    if writer.dropped:
+        _say(f"{writer.dropped:,} requests passed without a record (the warnings above say why)")
+    if proxy.unrecorded:
+        _say(f"{proxy.unrecorded:,} requests passed without a record: their messages could not be read as HTTP/1.1")
     if proxy.with_usage < proxy.responses:
         without = proxy.responses - proxy.with_usage
         _say(f"{without:,} responses had no usage: clients must ask for it, or start with --ask-usage")

@@ -138,7 +138,6 @@ class _PendingRequest:
 
     method: bytes
     exchange: Exchange | None
-    response_begun: bool = False
 
 
 class _Connection:
@@ -154,6 +153,7 @@ class _Connection:
         self._latest: _PendingRequest | None = None
         self._requests_seen = 0
         self._client_gone = False
+        self._server_has_sent = False
         self._reading = True
 
     @property
@@ -248,6 +248,7 @@ class _Connection:
     async def _server_to_client(self) -> None:
         assert self._server_reader is not None
         while data := await self._server_reader.read(CHUNK_BYTES):
+            self._server_has_sent = True
             self._client.write(data)
             self._read_responses(self._responses.feed(data))
             await self._client.drain()
@@ -275,7 +276,6 @@ class _Connection:
             return
         exchange = self.pending[0].exchange
         if piece.head is not None:
-            self.pending[0].response_begun = True
             if exchange is not None and piece.head.status >= 200:
                 exchange.response_head(piece.head)
         elif piece.kind is Kind.BODY and exchange is not None:
@@ -294,8 +294,9 @@ class _Connection:
 
     async def _server_closed_early(self) -> None:
         """Handles a server that closed the connection before the end of a response."""
-        if self.pending[0].response_begun or self._requests_seen > 1:
-            # Clients send a request again if a connection that they used before was closed.
+        if self._server_has_sent or self._requests_seen > 1:
+            # An error after a part of a head would read as its next field. And clients send a request again if a
+            # connection that they used before was closed.
             self._fail_pending("error", "the server closed the connection before the end of its answer")
             return
         await self._send_error(502, "bad_gateway", "closed the connection without an answer")

@@ -10,6 +10,13 @@ import msgspec
 from anaphora.errors import ConfigError
 
 
+def refuse_standard_output(options: object, *names: str) -> None:
+    """Raises ConfigError if one of the named options is ``-``: standard output has the report."""
+    for name in names:
+        if getattr(options, name) == "-":
+            raise ConfigError(f"--{name} needs the name of a file: standard output has the report")
+
+
 def write_text(path: str, text: str) -> None:
     """Writes ``text`` as UTF-8 and creates missing folders. Raises ConfigError if the file cannot be written."""
     try:

@@ -10,8 +10,8 @@ from anaphora.errors import ConfigError, InvalidRequest
 from anaphora.tools.doctor.read.prompts import Prompt
 from anaphora.tools.doctor.read.render_prompts import Renderer
 from anaphora.tools.doctor.read.token_store import TokenStore
-from anaphora.tools.shared.request_log.bodies import LoggedRequest, requests_of
-from anaphora.tools.shared.request_log.log_files import read_requests
+from anaphora.tools.shared.request_log.bodies import LoggedRequest
+from anaphora.tools.shared.request_log.log_files import checked_requests, read_requests
 from anaphora.tools.shared.tokenizer_and_template import TokenizerAndTemplate
 
 NUM_CHECKED = 6
@@ -52,7 +52,7 @@ def load_log(path: str, model: TokenizerAndTemplate, progress: Callable[[int], N
 def log_from_bodies(bodies: list[object], model: TokenizerAndTemplate) -> Log:
     """Builds a log from request bodies in memory. Raises ConfigError if none of them can be used."""
     log = Log(model, TokenStore(model.tokenizer))
-    requests = (request for line, body in enumerate(bodies, 1) for request in requests_of(body, line))
+    requests = (request for line, body in enumerate(bodies, 1) for request in checked_requests(body, line, log.skip))
     return _render_all(log, requests, "the list of bodies")
 
 

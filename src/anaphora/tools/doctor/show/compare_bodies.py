@@ -31,8 +31,8 @@ def explain(first: str, second: str, model: TokenizerAndTemplate, console: Conso
     Returns the figures. Raises ConfigError if a file cannot be read or does not hold exactly one request.
     """
     log = log_from_bodies([_read(first), _read(second)], model)
-    if len(log.prompts) != 2:
-        reason = f": {log.bad[0][1]}" if log.bad else ""
+    if [prompt.line for prompt in log.prompts] != [1, 2]:
+        reason = f": {(first, second)[log.bad[0][0] - 1]}: {log.bad[0][1]}" if log.bad else ""
         raise ConfigError(f"{first} and {second} must hold one request each{reason}")
     packed = [log.store.packed(prompt.pieces) for prompt in log.prompts]
     lengths = [len(tokens) // TOKEN_BYTES for tokens in packed]
@@ -73,3 +73,5 @@ def _read(path: str) -> Any:
         raise ConfigError(f"cannot read {path}: {error.strerror}") from None
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} is not JSON: {error}") from None
+    except RecursionError:
+        raise ConfigError(f"{path} is nested too deeply") from None

@@ -11,6 +11,7 @@ from typing import Any
 
 from anaphora.tools.shared.request_log import otel_spans
 from anaphora.tools.shared.request_log.logged_answers import Answer, answer_of
+from anaphora.tools.shared.request_log.valid_text import loads
 from anaphora.tools.shared.usage import Usage, usage_of
 
 _TIME_KEYS = ("time", "timestamp", "t", "arrival", "ts", "created", "created_at", "start_time", "startTime")
@@ -83,7 +84,7 @@ def _body(outer: dict[str, Any], depth: int = 0) -> dict[str, Any] | None:
         inner = outer.get(key)
         if isinstance(inner, str) and inner[:1] == "{":
             try:
-                inner = json.loads(inner)
+                inner = loads(inner)
             except ValueError:
                 continue
         if isinstance(inner, dict):

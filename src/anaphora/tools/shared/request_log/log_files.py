@@ -67,7 +67,7 @@ def _requests(lines: IO[bytes], plain: bool, bad: BadLine, seen: Callable[[int],
             continue
         first = False
         if value is not _NOTHING:
-            yield from _checked(value, number, bad)
+            yield from checked_requests(value, number, bad)
 
 
 def _value(line: bytes, decoder: msgspec.json.Decoder[Any], log: VllmLogReader, plain: bool) -> Any:
@@ -90,7 +90,8 @@ def _value(line: bytes, decoder: msgspec.json.Decoder[Any], log: VllmLogReader, 
     return {"prompt": value} if isinstance(value, str) else value
 
 
-def _checked(value: Any, number: int, bad: BadLine) -> Iterator[LoggedRequest]:
+def checked_requests(value: Any, number: int, bad: BadLine) -> Iterator[LoggedRequest]:
+    """Yields the requests in one JSON value; if it cannot be used, calls ``bad`` with ``number`` and the reason."""
     try:
         yield from requests_of(value, number)
     except NotARequest as error:
@@ -119,7 +120,7 @@ def _document(text: bytes, number: int, log: VllmLogReader, bad: BadLine) -> Ite
                     bad(number + offset, str(reason))
                     continue
                 if value is not _NOTHING:
-                    yield from _checked(value, number + offset, bad)
+                    yield from checked_requests(value, number + offset, bad)
         return
     for item in value if isinstance(value, list) else [value]:
-        yield from _checked(item, number, bad)
+        yield from checked_requests(item, number, bad)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from typing import Any
+
+from anaphora.tools.shared.request_log.valid_text import loads
 
 
 def requests_in(value: dict[str, Any]) -> list[dict[str, Any]] | None:
@@ -59,7 +60,7 @@ def _any_value(value: Any) -> Any:
 def _parsed(value: Any) -> Any:
     if isinstance(value, str) and value[:1] in ("[", "{"):
         try:
-            return json.loads(value)
+            return loads(value)
         except ValueError:
             return value
     return value

@@ -16,6 +16,8 @@ import re
 from datetime import datetime, timedelta
 from typing import Any
 
+from anaphora.tools.shared.request_log.valid_text import valid_text
+
 _STRING = r"""'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*\""""
 _PROMPT = re.compile(rf"(?:Received request \S+: |Request \S+ details: )prompt: (?P<prompt>{_STRING}|None)(?:,|\.?$)")
 _PARAMETERS = re.compile(r"Received request \S+: params: ")
@@ -62,7 +64,7 @@ class VllmLogReader:
 
 def _text(literal: str) -> str:
     try:
-        return str(ast.literal_eval(literal))
+        return valid_text(str(ast.literal_eval(literal)))
     except SyntaxError:
         raise ValueError("its prompt is damaged: no text as Python writes it") from None
 
