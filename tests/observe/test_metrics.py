@@ -2,13 +2,14 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
+from typing import Any
 
 import pytest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
 from prometheus_client.parser import text_string_to_metric_families as parse_text
 
 from anaphora.observe import metrics as module
-from anaphora.observe.engine_metrics import Totals
+from anaphora.observe.engine_metrics import COUNTERS, GAUGES, Totals
 from anaphora.observe.metrics import Metrics
 from anaphora.observe.record import RequestRecord
 from anaphora.types.batch import ModelInfo
@@ -181,3 +182,21 @@ def test_every_metric_of_vllm_is_present_or_its_absence_explained(metrics: Metri
             assert kinds.get(name) == kind, name
     for start in absent:
         assert start in (module.__doc__ or "")
+
+
+class ReadFields:
+    """Stands for EngineStats and notes which fields are read."""
+
+    def __init__(self) -> None:
+        self.read: set[str] = set()
+
+    def __getattr__(self, name: str) -> Any:
+        self.read.add(name)
+        return getattr(STATS, name)
+
+
+def test_every_field_of_the_statistics_is_exported() -> None:
+    seen: Any = ReadFields()
+    for metric in (*GAUGES, *COUNTERS):
+        metric.value(seen)
+    assert {field.name for field in dataclasses.fields(EngineStats)} - seen.read == {"last_step_tokens"}  # a histogram

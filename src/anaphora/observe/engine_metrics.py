@@ -10,7 +10,7 @@ from typing import NamedTuple
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from anaphora.types.outputs import EngineStats
+from anaphora.types.outputs import GAUGE_FIELDS, EngineStats
 from anaphora.types.reports import HIT_TOKENS, Reason
 
 logger = logging.getLogger("anaphora.metrics")
@@ -129,11 +129,10 @@ class Totals:
     decreases is a fault of the engine: its last value is kept, and an error is logged.
     """
 
-    _COUNTERS = (
-        *("queries", "hits", "requests", "requests_hit", "prompt_tokens", "computed_prompt_tokens", "isolated"),
-        *("hits_half", "hits_twice", "hits_four_times"),
-        *("generation_tokens", "preemptions", "evicted_blocks", "failed_steps", "steps"),
-        *("prefill_seconds", "prefill_seconds_saved"),
+    _COUNTERS = tuple(
+        field.name
+        for field in dataclasses.fields(EngineStats)
+        if field.name not in GAUGE_FIELDS and field.name != "reasons"
     )
 
     def __init__(self) -> None:

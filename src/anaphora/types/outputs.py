@@ -52,6 +52,15 @@ class SequenceUpdate(NamedTuple):
     error: str | None = None
 
 
+GAUGE_FIELDS = frozenset(
+    {
+        *("running", "waiting", "waiting_for_prefix", "total_blocks", "free_blocks", "idle_cached_blocks"),
+        *("referenced_blocks", "pinned_blocks", "free_memory_bytes", "last_step_tokens"),
+    }
+)
+"""Fields of EngineStats that are values of the moment; all others are counters and never decrease."""
+
+
 @dataclass(slots=True)
 class EngineStats:
     """Current gauges, and counters since the start, which never decrease.
