@@ -266,11 +266,11 @@ def test_the_role_event_is_not_the_first_token() -> None:
         (b'data: {"error": "full"}\n\n', "the server broke off: full"),
         (b'data: {"choices": [{"text": "a", "finish_reason": "abort"}]}\n\n', "ended with abort"),
         (b'data: {"choices": [{"text": "a"}]}\n\n', "without a finish reason"),
-        (b"data: [1]\n\n", "no event of a completion: [1]"),
-        (b"data: null\n\n", "no event of a completion: null"),
-        (b'data: {"choices": 5}\n\n', 'no event of a completion: {"choices": 5}'),
-        (b'data: {"choices": [[1]]}\n\n', "no event of a completion"),
-        (b'data: {"choices": [{"delta": "x"}]}\n\n', "no event of a completion"),
+        (b"data: [1]\n\n", "not an event of a completion: [1]"),
+        (b"data: null\n\n", "not an event of a completion: null"),
+        (b'data: {"choices": 5}\n\n', 'not an event of a completion: {"choices": 5}'),
+        (b'data: {"choices": [[1]]}\n\n', "not an event of a completion"),
+        (b'data: {"choices": [{"delta": "x"}]}\n\n', "not an event of a completion"),
         (b'data: {"error": ' + b"[" * 200_000 + b"\n\n", 'the server sent what is not JSON: {"error": [[['),
     ],
 )
@@ -284,7 +284,7 @@ def test_streams_that_fail_say_how(stream: bytes, error: str) -> None:
 
 
 @pytest.mark.parametrize("usage", ["[1]", '"no"', '{"prompt_tokens": "7", "prompt_tokens_details": [1]}', "-1"])
-def test_usage_that_holds_no_counts_is_passed_over(usage: str) -> None:
+def test_usage_without_valid_counts_is_ignored(usage: str) -> None:
     async def chunks() -> AsyncIterator[bytes]:
         yield b'data: {"choices": [{"text": "a", "finish_reason": "stop"}], "usage": {"prompt_tokens": 9}}\n\n'
         yield f'data: {{"choices": [], "usage": {usage}}}\n\n'.encode()
@@ -297,14 +297,14 @@ def test_usage_that_holds_no_counts_is_passed_over(usage: str) -> None:
 @pytest.mark.parametrize(
     "body", ["[1]", '{"data": [null]}', '{"data": "abc"}', '{"data": [{"name": 1}]}', '{"data": {}}']
 )
-def test_a_list_of_models_of_another_form_is_none(body: str) -> None:
+def test_an_invalid_list_of_models_counts_as_empty(body: str) -> None:
     server = Server("http://localhost:1")
     with pytest.raises(ConfigError, match="lists no model"):
         server._learn(httpx.Response(200, content=body))
 
 
 @pytest.mark.parametrize("tokens", ["5", '["a"]', "null", '{"a": 1}'])
-def test_tokens_that_are_no_numbers_are_none(tokens: str) -> None:
+def test_tokens_that_are_not_numbers_are_ignored(tokens: str) -> None:
     async def asked() -> tuple[int, ...] | None:
         server = Server("http://localhost:1")
         transport = httpx.MockTransport(lambda _: httpx.Response(200, content=f'{{"tokens": {tokens}}}'))

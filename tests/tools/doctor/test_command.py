@@ -194,13 +194,13 @@ def test_explain(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     [
         ("[]", "second.json: a JSON list, not an object"),
         ("3", "second.json: a JSON int, not an object"),
-        ('{"prompt": [1, 2]}', "second.json: its prompt is no text"),
+        ('{"prompt": [1, 2]}', "second.json: its prompt is not text"),
         ('{"requests": [{"prompt": "a"}, {"prompt": "b"}]}', "must hold one request each"),
         ('{"body": "%s"}' % ("{" + r"\"a\":{" * 100_000), "second.json: it is nested too deeply"),
         ("[" * 200_000, "second.json is nested too deeply"),
     ],
 )
-def test_explain_refuses_what_is_no_request(
+def test_explain_refuses_files_without_one_request(
     tmp_path: Path, second: str, reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -211,7 +211,7 @@ def test_explain_refuses_what_is_no_request(
     assert reason in refused.value.message
 
 
-def test_explain_compares_no_two_requests_of_one_file(tmp_path: Path) -> None:
+def test_explain_never_compares_two_requests_of_one_file(tmp_path: Path) -> None:
     (tmp_path / "two.json").write_text('{"requests": [{"prompt": "a"}, {"prompt": "b"}]}')
     (tmp_path / "none.json").write_text("[]")
     with pytest.raises(ConfigError, match=r"must hold one request each: .*none\.json"):

@@ -130,7 +130,7 @@ def test_a_log_gives_the_length_of_system_texts_and_the_use_of_prompt_logprobs(t
     )
 
 
-@pytest.mark.parametrize("text", ["", "{}\n", "\0\1 no log\n", "{bad"])
+@pytest.mark.parametrize("text", ["", "{}\n", "\0\1 not a log\n", "{bad"])
 def test_a_log_without_a_request_is_refused(tmp_path: Path, text: str) -> None:
     (tmp_path / "log.jsonl").write_text(text)
     with pytest.raises(ConfigError, match="holds no usable request" + (": line 1: " if text else "$")):

@@ -291,7 +291,7 @@ def _read_event(data: bytes, result: RequestResult, on_text: OnText | None, now:
     try:
         event = _EVENTS.decode(data)
     except (msgspec.DecodeError, RecursionError) as error:
-        kind = "is no event of a completion" if isinstance(error, msgspec.ValidationError) else "is not JSON"
+        kind = "is not an event of a completion" if isinstance(error, msgspec.ValidationError) else "is not JSON"
         result.error = f"the server sent what {kind}: {data.decode(errors='replace'):.100}"
         return False
     if event.error:
@@ -324,7 +324,7 @@ def _content(choice: _Choice) -> str:
 
 
 def _read_usage(usage: Any, result: RequestResult) -> None:
-    """Takes the latest usage; fields missing in it keep their earlier values, and so do those that are no counts."""
+    """Takes the latest usage; fields missing in it keep their earlier values, and so do those that are not counts."""
     if not isinstance(usage, dict):
         return
     details = usage.get("prompt_tokens_details")
