@@ -340,7 +340,7 @@ COMMANDS = {
 def _main_parser() -> argparse.ArgumentParser:
     parser = _Parser(
         prog="anaphora",
-        description="A language-model engine and server built around automatic prefix caching.",
+        description="An OpenAI-compatible engine and server for language models, built around automatic prefix caching",
         epilog="\n".join(["commands:", *(f"  {name:10}{command.help}" for name, command in COMMANDS.items())]),
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,

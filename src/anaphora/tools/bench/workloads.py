@@ -41,8 +41,8 @@ class Shape:
     """A kind of traffic, with lengths in tokens: ``shared`` prefix, ``own`` part of a prompt, ``out`` of an answer.
 
     ``fresh`` is the share of requests that are the first with their prefix; if it is None there are ``tenants``
-    prefixes. ``turns`` is the range of turns of a conversation. With ``visits`` the requests of one prefix come one
-    after the other but are not a conversation.
+    prefixes. ``turns`` is the range of turns of a conversation. With ``visits`` a session sends several independent
+    requests with the same prefix, each after the answer to the one before.
     """
 
     shared: int

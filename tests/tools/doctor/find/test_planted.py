@@ -288,7 +288,7 @@ def test_a_time_in_old_messages(model: TokenizerAndTemplate) -> None:
     assert close(found[0], broken, logs.interleaved(made))
 
 
-def test_a_summary_that_is_written_anew(model: TokenizerAndTemplate) -> None:
+def test_a_summary_that_is_written_again(model: TokenizerAndTemplate) -> None:
     rng = random.Random(4)
     made = []
     for bodies in logs.conversations(count=6, turns=8):

@@ -212,9 +212,9 @@ def _requests_hit(
 
 
 def _shortened(growth: Growth) -> Iterator[float]:
-    """Yields for each length L the requests that computed at most L tokens minus those with prompts of at most L.
+    """Yields per bucket n: (requests that computed <= n tokens) - (requests with prompts <= n tokens).
 
-    At least that many requests had a hit.
+    Each value is a lower bound of the requests with a hit.
     """
     prompts = growth.at_most("vllm:request_prompt_tokens")
     computed = growth.at_most("vllm:request_prefill_kv_computed_tokens")

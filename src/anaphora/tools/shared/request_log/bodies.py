@@ -199,7 +199,7 @@ def _messages(body: dict[str, Any]) -> tuple[list[dict[str, Any]], list[str]]:
     if isinstance(listed, str):
         listed = [{"role": "user", "content": listed}]
     if not isinstance(listed, list):
-        raise NotARequest(f"its {name} are no list")
+        raise NotARequest(f"its {name} are not a list")
     for index, message in enumerate(listed):
         if not isinstance(message, dict):
             raise NotARequest(f"{name}[{index}] is not an object")
