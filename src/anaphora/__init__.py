@@ -1,4 +1,4 @@
-"""Anaphora: a language-model engine and server built around automatic prefix caching.
+"""Anaphora: an engine and server for language models, built around automatic prefix caching.
 
 Public names are imported on first use (PEP 562), so ``import anaphora`` is fast and needs no torch.
 """

@@ -1,6 +1,6 @@
 """Routes under /v1/cache for prefixes of prompts: compute them, pin them, list the shared ones.
 
-A prefix is given as a request body, of which only the prompt is used.
+A prefix is given as a request body; only its prompt is used.
 """
 
 from __future__ import annotations

@@ -120,10 +120,10 @@ def between(points: Sequence[Point], at: float) -> float:
 
     Below the first point the value is the first; above the last the last line continues, but never falls below it.
     """
-    places = [x for x, _ in points]
-    if len(points) == 1 or at <= places[0]:
+    xs = [x for x, _ in points]
+    if len(points) == 1 or at <= xs[0]:
         return points[0][1]
-    right = min(bisect.bisect_left(places, at), len(points) - 1)
+    right = min(bisect.bisect_left(xs, at), len(points) - 1)
     (x, y), (x2, y2) = points[right - 1], points[right]
     found = y + (y2 - y) * (at - x) / (x2 - x)
     return max(found, y2) if at > x2 else found

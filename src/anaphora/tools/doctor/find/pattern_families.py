@@ -34,7 +34,7 @@ def split_into_families(pattern: Pattern, store: TokenStore) -> list[Pattern]:
         return [pattern]
     several = [members for members in by_shape.values() if len(members) > 2]
     if pattern.shared < len(pattern.template) - LONG_TEXT or max(map(len, by_shape)) > MAX_VARYING_SPANS:
-        return [pattern]  # documents, of which some begin with the same words
+        return [pattern]  # documents; some begin with the same words
     enough = sum(map(len, several)) >= MIN_IN_FAMILIES * len(pattern.members)
     if len(by_shape) < 2 or not 1 <= len(several) <= MAX_FAMILIES or not enough:
         return [pattern]

@@ -64,7 +64,7 @@ class Verdict:
 
 
 def widen(text: str, start: int, end: int) -> tuple[int, int]:
-    """Returns the span of the whole date, time, id, path or word of which ``text[start:end]`` is a part."""
+    """Returns the span of the whole date, time, id, path or word that contains ``text[start:end]``."""
     covering: list[tuple[int, int]] = []
     token = _token(text, start, end)
     if end - start <= MAX_CLOCK_LENGTH:
