@@ -71,10 +71,7 @@ def make_inputs(
         table = tables.get(slot, ())
         end = start + length
         if length < 1 or len(table) * block_size < end:
-            raise StepFailed(
-                f"slot {slot} is to compute positions {start} to {end - 1}, "
-                f"but its block table holds {len(table) * block_size} tokens"
-            )
+            raise _does_not_fit(slot, start, end, len(table) * block_size)
         queries.append(QueryRange(slot, row, length, start, table, tokens is not None))
         if tokens is None:
             if slot not in sampled:
@@ -86,27 +83,19 @@ def make_inputs(
         row += length
         if len(token_ids) != row:
             raise StepFailed(f"the chunk of slot {slot} has length {length} but another number of tokens")
-        if length == 1 and start >= write_from:  # most chunks; several times faster than the loops below
-            block, offset = divmod(start, block_size)
+        if length == 1 and start >= write_from:  # most chunks, so without a call
             positions.append(start)
-            token_slots.append(table[block] * block_size + offset)
+            token_slots.append(table[start // block_size] * block_size + start % block_size)
         else:
             positions += range(start, end)
-            token_slots += [
-                table[position // block_size] * block_size + position % block_size if position >= write_from else 0
-                for position in range(start, end)
-            ]
+            token_slots += _token_slots(start, end, write_from, table, block_size)
         if sample:
             rows.append(row - 1)
-    # oneDNN prepares a kernel for each new number of rows, which takes as long as 20 rows: use few numbers.
-    padding = -len(token_slots) % ROW_MULTIPLE if len(token_slots) > ROW_MULTIPLE else 0
-    if padded is not None:
-        padding = padded - len(token_slots)
     for values in (token_ids, positions, token_slots):
-        values += [0] * padding
-    total = len(token_slots)
+        values += [0] * _padding(row, padded)
     sampling = [chunk.slot for chunk in batch.chunks if chunk.sample]
     sent = to_device(np.array([*token_ids, *positions, *token_slots, *rows, *sampling], np.int64), device)
+    total = len(token_slots)
     layout = StepLayout(sent[2 * total : 3 * total], tuple(queries), batch.groups)
     return StepInputs(
         sent[None, :total],
@@ -117,4 +106,28 @@ def make_inputs(
         sampling,
         sent[3 * total + len(rows) :],
         known_tokens,
+    )
+
+
+def _padding(rows: int, padded: int | None) -> int:
+    """Return how many rows to add: up to ``padded`` rows, or to a multiple of ROW_MULTIPLE if it is None.
+
+    oneDNN prepares a kernel for each new number of rows, which takes as long as 20 rows: few numbers are used.
+    """
+    if padded is not None:
+        return padded - rows
+    return -rows % ROW_MULTIPLE if rows > ROW_MULTIPLE else 0
+
+
+def _token_slots(start: int, end: int, write_from: int, table: Sequence[int], block_size: int) -> list[int]:
+    """Return where K and V of positions ``start`` to ``end - 1`` are written; 0 for those below ``write_from``."""
+    return [
+        table[position // block_size] * block_size + position % block_size if position >= write_from else 0
+        for position in range(start, end)
+    ]
+
+
+def _does_not_fit(slot: int, start: int, end: int, tokens: int) -> StepFailed:
+    return StepFailed(
+        f"slot {slot} is to compute positions {start} to {end - 1}, but its block table holds {tokens} tokens"
     )
