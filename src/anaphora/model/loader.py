@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +19,8 @@ from anaphora.config import ModelConfig
 from anaphora.errors import ModelError
 from anaphora.model.compatibility import check_config, context_length_of
 from anaphora.model.probe import base_of, forward_arguments, probe_model
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, eq=False)
@@ -103,14 +106,14 @@ def _fuse(loaded: LoadedModel, options: dict[int, LayerOptions], device: torch.d
         from anaphora.model.fuse import cpu, cpu_decoder
 
         fused = amx.AMX and cpu_decoder.fuse(base, options, loaded.layouts)
-        if not fused:
-            cpu.fuse_norm_rope(base, loaded.arguments)
+        count = 0 if fused else cpu.fuse_norm_rope(base, loaded.arguments)
+        logger.info("fused: %s", "all decoder layers" if fused else f"{count} RMSNorms and rotary embeddings")
         # With the fused decoder a row's logits do not depend on the batch; the LM head must keep that.
         cpu.pack_linear_layers(loaded.model, row_invariant=fused)
     else:
         from anaphora.model.fuse import gpu
 
-        gpu.fuse(base, loaded.arguments, options)
+        logger.info("fused: %d parts of the layers", gpu.fuse(base, loaded.arguments, options))
 
 
 def _tensors(model: nn.Module) -> Iterator[Tensor]:

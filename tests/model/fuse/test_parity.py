@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from anaphora.attention.base import LayerOptions
 from anaphora.model.fuse.parity import EchoAttention, close, observe, replace_forward
 from tests.support.checkpoints import make_config, make_model
 
@@ -94,3 +95,24 @@ def test_without_a_call_nothing_is_replaced() -> None:
     layer = nn.Linear(4, 4)
     assert not replace_forward(layer, layer.forward, [])
     assert "forward" not in vars(layer)
+
+
+def test_attention_of_the_parity_check_can_be_viewed_as_a_model_views_it() -> None:
+    """Some models (JetMoE, AFMoE) call ``view`` on the result, which needs contiguous memory."""
+    query, key = torch.randn(1, 4, 3, 8), torch.randn(1, 2, 3, 8)
+    answer = EchoAttention().attend(None, query, key, key.clone(), LayerOptions(scale=1.0))
+    assert answer.view(1, 3, 32).shape == (1, 3, 32)
+
+
+def test_a_model_whose_code_fails_in_the_check_keeps_its_parts(caplog: pytest.LogCaptureFixture) -> None:
+    base, mlp, _ = observed()
+
+    def fail(*_: Any) -> Any:
+        raise RuntimeError("view size is not compatible")
+
+    mlp.forward = fail
+    calls = observe(base, {"use_cache": False}, [mlp], EchoAttention(), 8)
+    assert calls == {mlp: []}
+    assert not replace_forward(mlp, nn.Identity(), calls[mlp])
+    assert mlp.forward is fail
+    assert "view size is not compatible" in caplog.text

@@ -8,6 +8,7 @@ Every fused kernel gets into a model through this file, so a family whose code d
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,6 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from anaphora.attention.base import LayerCalls, LayerOptions, route
+
+logger = logging.getLogger(__name__)
 
 
 def close(found: Tensor, expected: Tensor, residual: Tensor | None = None) -> bool:
@@ -53,7 +56,7 @@ class EchoAttention:
         size = min(query.shape[3], value.shape[3])
         answer = value.repeat_interleave(query.shape[1] // value.shape[1], dim=1)
         answer[..., :size] += query[..., :size]
-        return answer.transpose(1, 2)
+        return answer.transpose(1, 2).contiguous()
 
 
 @dataclass(eq=False)
@@ -105,7 +108,7 @@ def observe(
     """Runs ``rows`` random tokens through a model without its head; returns the calls of each of ``modules``.
 
     ``arguments`` are what a forward takes besides token ids and positions. Layers of the model are compared without
-    their residual.
+    their residual. If the model's code fails on these tokens, no calls are returned, so that it keeps its own parts.
     """
     model: Any = base
     layers = set(model.layers)
@@ -127,6 +130,9 @@ def observe(
     try:
         with torch.no_grad(), route(attention):
             model(tokens, position_ids=positions(model, rows).to(device), **arguments)
+    except Exception as error:  # fused parts are optional: the model still works without them
+        logger.warning("no part of the model is fused: its code failed on the tokens of the parity check (%s)", error)
+        return {module: [] for module in modules}
     finally:
         for handle in handles:
             handle.remove()
