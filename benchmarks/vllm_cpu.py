@@ -20,7 +20,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -86,7 +86,7 @@ async def bench(url: str, load: str) -> dict[str, Any]:
         return found
 
 
-async def measure(system: str, command: str) -> dict[str, float]:
+async def measure(system: str, command: str, loads: Sequence[str]) -> dict[str, float]:
     """One round of one system: seconds to the first token alone, requests a second and TTFT p99 under load."""
 
     def server(caching: bool) -> Any:
@@ -95,22 +95,23 @@ async def measure(system: str, command: str) -> dict[str, float]:
     row: dict[str, float] = {}
     async with server(False) as url:
         row["ttft_cold_s"] = (await bench(url, ALONE))["ttft_p50_s"]
-        found = await bench(url, LOADS["at_8"])
-        row |= {"off_at_8_requests_per_s": found["requests_per_s"], "off_at_8_ttft_p99_s": found["ttft_p99_s"]}
+        if "at_8" in loads:
+            found = await bench(url, LOADS["at_8"])
+            row |= {"off_at_8_requests_per_s": found["requests_per_s"], "off_at_8_ttft_p99_s": found["ttft_p99_s"]}
     async with server(True) as url:
         alone = sorted((await bench(url, ALONE))["ttft_s"])
         row["ttft_hit_s"] = statistics.median(alone[:-1])  # the slowest is the cold one
-        for name, load in LOADS.items():
-            found = await bench(url, load)
+        for name in loads:
+            found = await bench(url, LOADS[name])
             row |= {f"on_{name}_requests_per_s": found["requests_per_s"]}
     return row
 
 
-async def run(command: str, rounds: int) -> list[dict[str, dict[str, float]]]:
+async def run(command: str, rounds: int, loads: Sequence[str]) -> list[dict[str, dict[str, float]]]:
     found = []
     for number in range(rounds):
         order = ("anaphora", "vllm") if number % 2 == 0 else ("vllm", "anaphora")
-        found.append({system: await measure(system, command) for system in order})
+        found.append({system: await measure(system, command, loads) for system in order})
         print(json.dumps(found[-1], indent=2))
     return found
 
@@ -129,10 +130,11 @@ def main() -> None:
     parser.add_argument("--vllm", required=True, metavar="COMMAND", help="starts vLLM's server")
     parser.add_argument("--vllm-version", default="", help="stored with the result")
     parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--loads", nargs="*", choices=LOADS, default=list(LOADS), help="besides one request alone")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     stored = {"machine": machine(), "versions": versions() | {"vllm": options.vllm_version}, "commit": commit()}
-    stored["rounds"] = asyncio.run(run(options.vllm, options.rounds))
+    stored["rounds"] = asyncio.run(run(options.vllm, options.rounds, options.loads))
     stored["times_faster_smallest"] = ratios(stored["rounds"])
     print(json.dumps(stored["times_faster_smallest"], indent=2))
     if options.json:
